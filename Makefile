@@ -1,0 +1,110 @@
+# The project's commands. `make help` lists them; README.md has the same for who has no
+# make. Everything is installed into .venv and nothing outside this folder changes, but
+# for the model cache.
+
+# Overrides: make test TORCH=torch==2.10.0 TORCH_ARGS="--index-url ..." PYTHON=python3.12
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$p && break; done)
+TORCH ?= $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
+TORCH_ARGS ?=
+PROMPT ?= Why is the sky blue?
+CHAPTERS ?=
+PORT ?= 8000
+WORKERS ?= 2
+
+ifeq ($(OS),Windows_NT)
+BIN := .venv/Scripts
+else
+BIN := .venv/bin
+endif
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BOOK := _build/html
+
+# Several processes with several threads each on few cores wait for one another.
+TESTING := CI=true OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+	TOKENIZERS_PARALLELISM=false
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow check book chapters serve-book clean clean-all
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" \
+	read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+demo: .venv/package.stamp  ## install, fetch the default model, answer a question
+	$(BIN)/python -m minivllm generate "$(PROMPT)"
+
+test: check  ## install the test extras, then run what CI runs
+	$(BIN)/jupyter-book build . -W --keep-going -q
+	$(TESTING) BOOK_HTML="$(CURDIR)/$(BOOK)" $(BIN)/python -m pytest -q -n $(WORKERS) \
+		--dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
+		chapters tests
+
+test-slow: .venv/test.stamp  ## run the tests that take minutes
+	$(TESTING) $(BIN)/python -m pytest -q -m slow tests
+
+check: .venv/test.stamp  ## lint; are sources, notebooks and package in step?
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python book/tools/tidy.py --check
+	$(BIN)/python book/tools/run.py --check
+	$(BIN)/python book/tools/export.py --check
+
+chapters: .venv/test.stamp  ## run the chapters and export the package (CHAPTERS="01 a3")
+	$(BIN)/python book/tools/run.py $(CHAPTERS)
+
+book: .venv/book.stamp  ## build the book as HTML
+	$(BIN)/jupyter-book build . -W --keep-going -q
+	@echo "The book: $(CURDIR)/$(BOOK)/index.html"
+
+serve-book: book  ## build the book and serve it on this machine (PORT=8000)
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(BOOK) $(PORT)
+
+clean:  ## remove what was built (the model cache and .venv stay)
+	rm -rf _build build dist .pytest_cache .ruff_cache .hypothesis
+
+clean-all: clean  ## remove .venv, too
+	rm -rf .venv minivllm.egg-info
+
+# Installing. A stamp is touched when its step has succeeded, so nothing runs twice and
+# an interrupted step runs again.
+
+.venv/venv.stamp:
+	@test -n "$(PYTHON)" || { echo "minivllm needs Python 3.11 or newer:" \
+		"install it, or name it with make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.prefix == sys.base_prefix)' \
+		2>/dev/null || "$(PYTHON)" -m venv .venv || { \
+		echo "$(PYTHON) cannot make a virtual environment: on Debian and Ubuntu" \
+		"'apt install python3-venv' mends it; then run make again" >&2; exit 1; }
+	@touch $@
+
+# pip's constraints, less torch: that one is the user's choice.
+.venv/constraints.txt: requirements.txt .venv/venv.stamp
+	@sed '/^torch==/d' requirements.txt > $@
+
+.venv/package.stamp: pyproject.toml .venv/constraints.txt
+	$(PIP) install -q -c .venv/constraints.txt -e .
+	@touch $@
+
+.venv/book.stamp: .venv/package.stamp
+	$(PIP) install -q -c .venv/constraints.txt -e ".[book]"
+	@touch $@
+
+# torch comes first and alone, so that nothing else brings another build of it. One that
+# is there already stays, unless TORCH was given.
+ifeq ($(origin TORCH),file)
+.venv/torch.stamp: .venv/venv.stamp
+	$(BIN)/python -c "import torch; assert torch.__version__ >= (2, 6)" 2>/dev/null \
+		|| $(PIP) install $(TORCH_ARGS) "$(TORCH)"
+	@touch $@
+else
+.PHONY: .venv/torch.stamp
+.venv/torch.stamp: .venv/venv.stamp
+	$(PIP) install $(TORCH_ARGS) "$(TORCH)"
+	@touch $@
+endif
+
+.venv/test.stamp: .venv/torch.stamp .venv/book.stamp
+	$(PIP) install -q -c .venv/constraints.txt -e ".[torch,book,test]"
+	@touch $@

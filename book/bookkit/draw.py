@@ -1,0 +1,253 @@
+"""The figures of the book, drawn from live objects.
+
+Make one the last expression of a cell. Each shows HTML that follows the light and the
+dark page, needs no network and no kernel, and prints as text where no HTML is shown.
+The same data gives the same bytes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bookkit.figures import attention as _attention
+from bookkit.figures import block as _block
+from bookkit.figures import block_tables as _block_tables
+from bookkit.figures import ladder as _ladder
+from bookkit.figures import pipeline as _pipeline
+from bookkit.figures import player as _player
+from bookkit.figures import table as _table
+from bookkit.figures import tokens as _tokens
+from bookkit.figures.base import Figure
+from bookkit.figures.ladder import Rung
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as MplFigure
+
+    from minivllm.models.spec import ModelSpec
+
+__all__ = [
+    "Figure",
+    "Rung",
+    "attention",
+    "attention_heads",
+    "block",
+    "block_tables",
+    "curve",
+    "figure",
+    "labels",
+    "ladder",
+    "pipeline",
+    "player",
+    "slots",
+    "table",
+    "tokens",
+    "top_tokens",
+]
+
+
+class HasTokenBytes(Protocol):
+    """What the figures need of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the raw bytes of one token."""
+
+
+def pipeline(
+    here: str | Iterable[str] | None = None, built: Iterable[str] = ()
+) -> Figure:
+    """Draw the engine's pipeline with this chapter's stages lit.
+
+    Args:
+        here: The stage or stages of this chapter.
+        built: Those that earlier chapters built.
+    """
+    return _pipeline.pipeline(here, built)
+
+
+def ladder(
+    rungs: Sequence[Rung | tuple[int | str, str, float | None]],
+    here: int | str | None = None,
+    unit: str = "tokens/s",
+) -> Figure:
+    """Draw the speed ladder: one bar per chapter on a log scale.
+
+    Args:
+        rungs: (chapter, name, speed); None as speed means "to come".
+        here: The chapter whose rung is lit.
+        unit: Unit of the speeds.
+    """
+    return _ladder.ladder(rungs, here, unit)
+
+
+def tokens(
+    tokenizer: HasTokenBytes,
+    token_ids: Sequence[int],
+    num_prompt_tokens: int | None = None,
+    request: str = "A",
+) -> Figure:
+    """Draw a text as the pieces a model sees, each with its id.
+
+    Args:
+        tokenizer: Where the bytes of a token come from.
+        token_ids: The tokens.
+        num_prompt_tokens: If given, so many pieces are filled (the prompt) and the
+            others outlined (generated), in the hue of `request`.
+        request: The letter of the request.
+    """
+    return _tokens.tokens(tokenizer, token_ids, num_prompt_tokens, request)
+
+
+def labels(tokenizer: HasTokenBytes, token_ids: Sequence[int]) -> list[str]:
+    """Return the visible text of each token, short enough for a figure."""
+    return _tokens.labels(tokenizer, token_ids)
+
+
+def top_tokens(tokenizer: HasTokenBytes, logits: Any, k: int = 5) -> Figure:
+    """Draw the k likeliest next tokens with their probabilities.
+
+    Args:
+        tokenizer: Where the bytes of a token come from.
+        logits: [vocab_size], NumPy or torch; the softmax is taken here.
+        k: How many rows.
+    """
+    return _table.top_tokens(tokenizer, logits, k)
+
+
+def table(
+    rows: Sequence[Sequence[Any]],
+    header: Sequence[str],
+    caption: str = "",
+    align: str | None = None,
+) -> Figure:
+    """Draw a table.
+
+    Args:
+        rows: The cells; numbers are written with thousands separators.
+        header: One name per column.
+        caption: Stands above the table.
+        align: One of "l", "r" per column; by default numbers go right.
+    """
+    return _table.table(rows, header, caption, align)
+
+
+def block(spec: "ModelSpec") -> Figure:
+    """Draw one decoder block with the shapes and parameter counts of `spec`."""
+    return _block.block(spec)
+
+
+def attention(weights: Any, labels: Sequence[str], title: str = "") -> Figure:
+    """Draw the attention weights of one head; what looks ahead is red.
+
+    Args:
+        weights: [queries, keys], NumPy or torch, each row a probability distribution.
+        labels: The text of each token.
+        title: Which layer and head.
+    """
+    return _attention.attention(weights, labels, title)
+
+
+def attention_heads(
+    weights: Any,
+    labels: Sequence[str],
+    layers: Sequence[int | str] | None = None,
+    start: tuple[int, int] = (0, 0),
+) -> Figure:
+    """Draw the attention of many heads behind two sliders.
+
+    Args:
+        weights: [layers, heads, queries, keys], NumPy or torch. Recorded in 62 shades.
+        labels: The text of each token.
+        layers: What to call the layers, if they are not 0, 1, 2, ...
+        start: (layer, head) shown first, as indices into `weights`.
+    """
+    return _attention.attention_heads(weights, labels, layers, start)
+
+
+def curve(
+    x: Sequence[float],
+    y: Sequence[Any] | Mapping[str, Sequence[Any]],
+    predicted: (
+        Callable[[float], float]
+        | tuple[Sequence[float], Sequence[float]]
+        | Sequence[float]
+        | None
+    ) = None,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+    alt: str = "",
+    logx: bool = False,
+    logy: bool = False,
+) -> Figure:
+    """Plot measurements, and dashed the curve that an estimate predicts.
+
+    Args:
+        x: Places on the x axis.
+        y: A number or a `bench.Measurement` for each (its minimum and maximum become
+            whiskers), or several such lists by name.
+        predicted: A function of x, a pair (x, y), or one value for each x.
+        xlabel: With its unit.
+        ylabel: With its unit. Measurements are in seconds.
+        title: What the plot answers.
+        alt: What a screen reader says; by default the plotted values.
+        logx: Logarithmic x axis.
+        logy: Logarithmic y axis.
+    """
+    # Imported here: matplotlib takes half a second, and most cells need none of it.
+    from bookkit.figures import plot
+
+    return plot.curve(x, y, predicted, xlabel, ylabel, title, alt, logx, logy)
+
+
+def figure(fig: "MplFigure", alt: str) -> Figure:
+    """Show any matplotlib figure as SVG that follows the light and the dark page.
+
+    Args:
+        fig: Made in `with bookkit.style():`, whose colours are exchanged.
+        alt: What the plot shows, in a sentence.
+    """
+    from bookkit.figures import plot
+
+    return plot.figure(fig, alt)
+
+
+def slots(
+    block_ids: Mapping[str, Sequence[int]],
+    num_tokens: Mapping[str, int],
+    num_prompt_tokens: Mapping[str, int] | None = None,
+    *,
+    num_blocks: int,
+    block_size: int,
+) -> Figure:
+    """Draw the block tables and the slots they point to.
+
+    Args:
+        block_ids: Request to its blocks, in token order.
+        num_tokens: Request to the tokens whose keys and values are in the cache.
+        num_prompt_tokens: Request to how many of them are its prompt; default all.
+        num_blocks: Blocks in the cache.
+        block_size: Slots in a block.
+    """
+    return _block_tables.slots(
+        block_ids, num_tokens, num_prompt_tokens, num_blocks, block_size
+    )
+
+
+def block_tables(
+    frames: Sequence[Mapping[str, Any]], *, num_blocks: int, block_size: int
+) -> Figure:
+    """Draw the block tables over time, with a slider.
+
+    Args:
+        frames: One mapping per step with `event` (a sentence) and the first three
+            arguments of `slots`.
+        num_blocks: Blocks in the cache.
+        block_size: Slots in a block.
+    """
+    return _block_tables.block_tables(frames, num_blocks, block_size)
+
+
+def player(
+    figures: Sequence[Figure], captions: Sequence[str], label: str = "Steps"
+) -> Figure:
+    """Put figures behind a slider, one caption each."""
+    return _player.player(figures, captions, label)

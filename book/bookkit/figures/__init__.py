@@ -1,0 +1,1 @@
+"""The pictures behind `bookkit.draw`, one module per kind."""

@@ -1,0 +1,140 @@
+"""The `minivllm` command: find the subcommand, run it, turn errors into exit codes.
+
+Invariant: whatever a user can do wrong ends in a message without a traceback and in
+one of the exit codes below; a traceback is a bug of ours. Only the module of the
+named subcommand is imported, so `--help` loads no array library.
+
+In vLLM: vllm/entrypoints/cli/main.py.
+Source: appendix A4, "The command line".
+"""
+
+import argparse
+import difflib
+import importlib
+import io
+import os
+import re
+import sys
+from collections.abc import Collection, Sequence
+from typing import NoReturn
+
+from minivllm import __version__
+from minivllm.errors import MinivllmError
+
+# Exit codes, beside 0 for done.
+FAILED = 1
+WRONG_USAGE = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+# Subcommand: its module, and one line for --help.
+COMMANDS = {
+    "generate": ("minivllm.cli.generate", "answer a prompt, or continue a text"),
+}
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    failed: a model is missing, a file is damaged, a request is impossible
+  2    wrong usage: an unknown option, an impossible value
+  130  interrupted by Ctrl-C; what was written so far stays
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports errors our way and abbreviates no option."""
+
+    def __init__(self, prog: str, description: str, epilog: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=f"{epilog}\n{EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Report wrong usage in one line and exit."""
+        self.exit(WRONG_USAGE, f"minivllm: error: {message}; see {self.prog} --help\n")
+
+    def refuse(self, kind: str, name: str, known: Collection[str]) -> NoReturn:
+        """Report an unknown name, with the nearest known one, and exit."""
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f": did you mean {nearest[0]}?" if nearest else ""
+        self.error(f"unknown {kind} {name}{hint}")
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse the arguments, every one of them, or exit."""
+        for argument in argv[: argv.index("--")] if "--" in argv else argv:
+            # argparse would complain of something else first, or take an option
+            # with a space in its value for text.
+            option = re.match(r"--?[A-Za-z][\w-]*(?==|$)", argument)
+            if option and option[0] not in self._option_string_actions:
+                self.refuse("option", option[0], self._option_string_actions)
+        arguments, unknown = self.parse_known_args(argv)
+        if unknown:
+            self.error(f"{unknown[0]!r} is one argument too many: put a text in quotes")
+        return arguments
+
+
+def top_level_parser() -> Parser:
+    """Return the parser for a command line that begins with no subcommand."""
+    commands = "".join(f"  {name:12}{text}\n" for name, (_, text) in COMMANDS.items())
+    parser = Parser(
+        prog="minivllm",
+        description="A small LLM inference engine, built by the chapters of a book.",
+        epilog=f"commands (each has its own --help):\n{commands}\n"
+        'example:\n  minivllm generate "Why is the sky blue?"\n',
+    )
+    version = f"minivllm {__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("command", metavar="COMMAND", help="what to do, see below")
+    return parser
+
+
+def dispatch(argv: Sequence[str]) -> int:
+    """Run the subcommand that the arguments name and return its exit code."""
+    if not argv or argv[0] not in COMMANDS:
+        parser = top_level_parser()
+        parser.refuse("command", parser.parse(argv[:1]).command, COMMANDS)
+    name, *rest = argv
+    module_name, description = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = Parser(f"minivllm {name}", description, module.EXAMPLES)
+    module.configure(parser)
+    return module.run(parser.parse(rest))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; `sys.argv` by default.
+
+    Returns:
+        The exit code. Wrong usage, `--help` and `--version` raise SystemExit.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # Models write any character, whatever the locale can spell.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    try:
+        try:
+            return dispatch(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("minivllm: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        discard_output()  # the reader has all it wanted, as in `minivllm ... | head`
+        return 0
+    except MinivllmError as error:
+        print(f"minivllm: error: {error}", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        discard_output()
+        print(f"minivllm: error: {error}", file=sys.stderr)
+        return FAILED
+
+
+def discard_output() -> None:
+    """Give up a standard output that cannot be written; Python would retry at exit."""
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = open(os.devnull, "w")

@@ -1,0 +1,144 @@
+"""Generate the naive way: recompute the whole text for every new token.
+
+The slowest correct way there is. It stays in the package as the oracle for every
+faster one: it keeps nothing between two tokens, so nothing can go stale.
+
+Source: chapter 1, "Naive generation".
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from minivllm.errors import RequestError
+from minivllm.models.spec import ModelSpec
+
+
+class NextTokenModel(Protocol):
+    """What generation needs from a decoder; both decoders offer it."""
+
+    spec: ModelSpec
+
+    def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Score what follows the text, [vocab_size]."""
+        ...
+
+
+def pick_token(
+    logits: np.ndarray, temperature: float, random: np.random.Generator
+) -> int:
+    """Return the best token at temperature 0, else draw from softmax(logits / t)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    # The largest of logits / t + Gumbel noise is a draw from the softmax.
+    shifted = logits.astype(np.float64) - logits.max()
+    return int((shifted + temperature * random.gumbel(size=logits.shape)).argmax())
+
+
+def check_request(
+    spec: ModelSpec,
+    prompt_token_ids: Sequence[int],
+    max_new_tokens: int,
+    temperature: float,
+) -> None:
+    """Refuse what cannot be generated, before any work is done.
+
+    Raises:
+        RequestError: Naming the value and its limit.
+    """
+    if not len(prompt_token_ids):
+        raise RequestError(
+            "the prompt has 0 tokens, but a decoder needs at least 1 to continue: "
+            "write a word"
+        )
+    for token_id in prompt_token_ids:
+        if not 0 <= token_id < spec.vocab_size:
+            raise RequestError(
+                f"the prompt holds token id {token_id}, but the model knows 0 to "
+                f"{spec.vocab_size - 1}: encode with this model's tokenizer"
+            )
+    if max_new_tokens < 1:
+        raise RequestError(
+            f"max_new_tokens is {max_new_tokens}, but at least 1 is needed"
+        )
+    num_tokens = len(prompt_token_ids) + max_new_tokens
+    if num_tokens > spec.max_position_embeddings:
+        room = spec.max_position_embeddings - max_new_tokens
+        raise RequestError(
+            f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones are "
+            f"{num_tokens}, but the model was trained for "
+            f"{spec.max_position_embeddings}: shorten the prompt to {max(room, 0)} "
+            "tokens or ask for fewer"
+        )
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise RequestError(
+            f"temperature is {temperature}, but must be a number of at least 0 "
+            "(0 is greedy)"
+        )
+
+
+def stream_naive(
+    model: NextTokenModel,
+    prompt_token_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    stop_token_ids: Collection[int] = (),
+    temperature: float = 0.0,
+    seed: int | None = None,
+) -> Iterator[int]:
+    """Generate token by token.
+
+    Args:
+        model: Either decoder.
+        prompt_token_ids: The text to continue, at least one token.
+        max_new_tokens: Tokens to generate at most.
+        stop_token_ids: Tokens that end the text; the one that did is yielded last.
+        temperature: 0 takes the best token; higher is more random.
+        seed: Makes the random choices repeatable.
+
+    Returns:
+        An iterator over the new token ids.
+
+    Raises:
+        RequestError: At the call, for an impossible request.
+
+    Cost:
+        A full forward pass over all tokens so far, for every new one.
+    """
+    check_request(model.spec, prompt_token_ids, max_new_tokens, temperature)
+
+    def tokens() -> Iterator[int]:
+        random = np.random.default_rng(seed)
+        token_ids = list(prompt_token_ids)
+        for _ in range(max_new_tokens):
+            logits = model.next_token_logits(token_ids)
+            token_ids.append(pick_token(logits, temperature, random))
+            yield token_ids[-1]
+            if token_ids[-1] in stop_token_ids:
+                return
+
+    return tokens()
+
+
+def generate_naive(
+    model: NextTokenModel,
+    prompt_token_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    stop_token_ids: Collection[int] = (),
+    temperature: float = 0.0,
+    seed: int | None = None,
+) -> list[int]:
+    """Return the new token ids of `stream_naive`, which has the arguments."""
+    return list(
+        stream_naive(
+            model,
+            prompt_token_ids,
+            max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            temperature=temperature,
+            seed=seed,
+        )
+    )

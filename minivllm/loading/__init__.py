@@ -1,0 +1,8 @@
+"""From the name of a model to its arrays.
+
+`hub` turns a name into a local folder; `gguf_file`, `gguf` and `gguf_tokenizer`
+convert a GGUF file into such a folder; `tensors` reads and writes weights, `atomic`
+whatever must be whole; `checkpoint` and `loader` build a decoder from a folder.
+
+Source: appendix A1, "Files".
+"""

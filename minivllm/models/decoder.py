@@ -1,0 +1,89 @@
+"""The decoder in torch: one for all families, driven by the spec.
+
+`forward()` has no `if family` and does not know how keys and values are kept.
+
+In vLLM: vllm/model_executor/models/llama.py and its siblings.
+Source: chapter 1, "Naive generation".
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from minivllm.models.context import AttentionContext
+from minivllm.models.layers import DecoderLayer, RMSNorm, TorchDenseContext
+from minivllm.models.rotary import inverse_frequencies
+from minivllm.models.spec import ModelSpec
+
+
+class Decoder(nn.Module):
+    """A decoder; made without memory for its weights, which `load_weights` brings."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+            self.layers = nn.ModuleList(
+                DecoderLayer(spec, layer) for layer in range(spec.num_layers)
+            )
+            self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+            if not spec.tie_word_embeddings:
+                self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        # A plain attribute: .to(torch.bfloat16) must not round it.
+        self.frequencies = torch.from_numpy(
+            inverse_frequencies(spec.head_dim, spec.rope)
+        )
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights, without a copy; device and dtype are theirs.
+
+        Raises:
+            WeightMismatch: Names or shapes are not those of `spec.weight_shapes()`.
+        """
+        self.spec.check_weights({name: w.shape for name, w in weights.items()})
+        self.load_state_dict(weights, assign=True)
+        self.requires_grad_(False)
+        self.frequencies = self.frequencies.to(self.embed_tokens.weight.device)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, context: AttentionContext[Tensor]
+    ) -> Tensor:
+        """Run the tokens through every layer.
+
+        Args:
+            input_ids: [num_tokens] int64.
+            positions: [num_tokens] int64, place of each token in its text, from 0.
+            context: Where the keys and values of earlier tokens are.
+
+        Returns:
+            The normalised hidden states, [num_tokens, hidden_size].
+        """
+        hidden_states = self.embed_tokens(input_ids)
+        angles = positions.float().view(-1, 1, 1) * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, cos, sin, context)
+        return self.norm(hidden_states)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Score every token as the next one, float32, [..., vocab_size]."""
+        head = self.embed_tokens if self.spec.tie_word_embeddings else self.lm_head
+        return nn.functional.linear(hidden_states, head.weight).float()
+
+    def dense_context(self) -> TorchDenseContext:
+        """Return a context for one whole text."""
+        return TorchDenseContext(self.spec)
+
+    @torch.inference_mode()
+    def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Recompute the whole text and score what follows it, [vocab_size]."""
+        device = self.embed_tokens.weight.device
+        hidden_states = self(
+            torch.tensor(token_ids, device=device),
+            torch.arange(len(token_ids), device=device),
+            self.dense_context(),
+        )
+        return self.compute_logits(hidden_states[-1]).cpu().numpy()

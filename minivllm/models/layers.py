@@ -1,0 +1,124 @@
+"""The parts of the torch decoder, any device and dtype.
+
+Parameter names are those of `ModelSpec.weight_shapes()`. The norms and the rotation
+compute in float32 and return the dtype they were given.
+
+In vLLM: vllm/model_executor/layers/.
+Source: chapter 1, "Naive generation".
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivllm.models.context import AttentionContext
+from minivllm.models.spec import ModelSpec
+
+
+class RMSNorm(nn.Module):
+    """Scale each row to a root mean square of one, then each column by its weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last axis; x is not changed."""
+        x_float = x.float()
+        mean_square = x_float.square().mean(-1, keepdim=True)
+        normed = x_float * torch.rsqrt(mean_square + self.eps)
+        return normed.to(x.dtype) * self.weight
+
+
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pair (i, i + head_dim / 2) of each head by its angle.
+
+    Args:
+        x: [num_tokens, num_heads, head_dim].
+        cos: float32, [num_tokens, 1, head_dim // 2].
+        sin: Like cos.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return rotated.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Let the tokens exchange information, through the context."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = spec.head_dim
+        q_size = spec.num_heads * spec.head_dim
+        kv_size = spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.hidden_size, q_size, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(q_size, spec.hidden_size, bias=spec.o_bias)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext[Tensor]
+    ) -> Tensor:
+        """Mix the tokens. x is [num_tokens, hidden_size], as is the result."""
+        heads = (len(x), -1, self.head_dim)
+        q = apply_rotary_emb(self.q_proj(x).view(heads), cos, sin)
+        k = apply_rotary_emb(self.k_proj(x).view(heads), cos, sin)
+        v = self.v_proj(x).view(heads)
+        mixed = context.attend(self.layer, q, k, v)
+        return self.o_proj(mixed.reshape(len(x), -1))
+
+
+class MLP(nn.Module):
+    """Let each token think by itself: SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        hidden, intermediate = spec.hidden_size, spec.intermediate_size
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each row. x is [num_tokens, hidden_size], as is the result."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with a norm before and the residual around it."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = Attention(spec, layer)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext[Tensor]
+    ) -> Tensor:
+        """Run one layer. x is [num_tokens, hidden_size], as is the result."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class TorchDenseContext:
+    """The simplest context: the tokens given are the whole text."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.scale = spec.attention_scale
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend causally among the given tokens."""
+        group = q.shape[1] // k.shape[1]
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+        mixed = F.scaled_dot_product_attention(
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            is_causal=True,
+            scale=self.scale,
+        )
+        return mixed.squeeze(0).transpose(0, 1)

@@ -1,0 +1,151 @@
+"""The decoder in NumPy: float32, every intermediate array printable.
+
+It is the oracle: whatever a faster decoder computes is compared with this one. It
+never imports torch.
+
+In vLLM: vllm/model_executor/models/llama.py.
+Source: chapter 1, "Naive generation".
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minivllm.models.context import AttentionContext
+from minivllm.models.rotary import inverse_frequencies
+from minivllm.models.spec import ModelSpec
+from minivllm.reference.attention import DenseContext
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """Scale each row to a root mean square of one, then each column by its weight."""
+    mean_square = np.mean(x * x, axis=-1, keepdims=True)
+    return x / np.sqrt(mean_square + np.float32(eps)) * weight
+
+
+def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Rotate pair (i, i + head_dim / 2) of each head by its angle.
+
+    Args:
+        x: [num_tokens, num_heads, head_dim].
+        cos: [num_tokens, 1, head_dim // 2].
+        sin: Like cos.
+    """
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """Return x * sigmoid(x)."""
+    with np.errstate(over="ignore"):  # exp(-x) may be inf: the quotient is then -0
+        return x / (1 + np.exp(-x))
+
+
+class NumpyDecoder:
+    """A decoder with its weights as a dictionary of arrays."""
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, np.ndarray]) -> None:
+        """Take the weights as they are.
+
+        Args:
+            spec: What to compute.
+            weights: float32, names and shapes of `spec.weight_shapes()`.
+
+        Raises:
+            WeightMismatch: Names or shapes differ.
+        """
+        spec.check_weights({name: array.shape for name, array in weights.items()})
+        self.spec = spec
+        self.weights = weights
+        self.frequencies = inverse_frequencies(spec.head_dim, spec.rope)
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return x times the transposed weight, plus the bias where there is one."""
+        y = x @ self.weights[f"{name}.weight"].T
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Normalise the rows of x with the named weight."""
+        return rms_norm(x, self.weights[f"{name}.weight"], self.spec.rms_norm_eps)
+
+    def attention(
+        self,
+        layer: int,
+        x: np.ndarray,
+        cos: np.ndarray,
+        sin: np.ndarray,
+        context: AttentionContext[np.ndarray],
+    ) -> np.ndarray:
+        """Mix the tokens: [num_tokens, hidden_size] in and out."""
+        name = f"layers.{layer}.self_attn"
+        heads = (len(x), -1, self.spec.head_dim)
+        q = self.linear(f"{name}.q_proj", x).reshape(heads)
+        k = self.linear(f"{name}.k_proj", x).reshape(heads)
+        v = self.linear(f"{name}.v_proj", x).reshape(heads)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        mixed = context.attend(layer, q, k, v)
+        return self.linear(f"{name}.o_proj", mixed.reshape(len(x), -1))
+
+    def mlp(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """Transform each token alone: [num_tokens, hidden_size] in and out."""
+        name = f"layers.{layer}.mlp"
+        gate = silu(self.linear(f"{name}.gate_proj", x))
+        up = self.linear(f"{name}.up_proj", x)
+        return self.linear(f"{name}.down_proj", gate * up)
+
+    def run_layer(
+        self,
+        layer: int,
+        hidden_states: np.ndarray,
+        cos: np.ndarray,
+        sin: np.ndarray,
+        context: AttentionContext[np.ndarray],
+    ) -> np.ndarray:
+        """Add what attention, then the MLP, have to say: [num_tokens, hidden_size]."""
+        normed = self.norm(f"layers.{layer}.input_layernorm", hidden_states)
+        hidden_states = hidden_states + self.attention(layer, normed, cos, sin, context)
+        normed = self.norm(f"layers.{layer}.post_attention_layernorm", hidden_states)
+        return hidden_states + self.mlp(layer, normed)
+
+    def forward(
+        self,
+        input_ids: np.ndarray,
+        positions: np.ndarray,
+        context: AttentionContext[np.ndarray],
+    ) -> np.ndarray:
+        """Run the tokens through every layer.
+
+        Args:
+            input_ids: [num_tokens] integers.
+            positions: [num_tokens], place of each token in its own text, from 0.
+            context: Where the keys and values of earlier tokens are.
+
+        Returns:
+            The normalised hidden states, [num_tokens, hidden_size].
+        """
+        hidden_states = self.weights["embed_tokens.weight"][input_ids]
+        angles = positions.astype(np.float32)[:, None, None] * self.frequencies
+        cos, sin = np.cos(angles), np.sin(angles)
+        for layer in range(self.spec.num_layers):
+            hidden_states = self.run_layer(layer, hidden_states, cos, sin, context)
+        return self.norm("norm", hidden_states)
+
+    def compute_logits(self, hidden_states: np.ndarray) -> np.ndarray:
+        """Score every token of the vocabulary as the next one, [..., vocab_size]."""
+        is_tied = self.spec.tie_word_embeddings
+        name = "embed_tokens.weight" if is_tied else "lm_head.weight"
+        return hidden_states @ self.weights[name].T
+
+    def dense_context(self) -> DenseContext:
+        """Return a context for one whole text."""
+        return DenseContext(self.spec)
+
+    def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Recompute the whole text and score what follows it, [vocab_size]."""
+        hidden_states = self.forward(
+            np.asarray(token_ids), np.arange(len(token_ids)), self.dense_context()
+        )
+        return self.compute_logits(hidden_states[-1])

@@ -1,0 +1,7 @@
+"""From text to token ids and back: tokenizer, chat template, streaming.
+
+Invariant: nothing here knows about models or tensors; a token is an integer.
+
+In vLLM: vllm/transformers_utils/tokenizer.py and vllm/v1/engine/detokenizer.py.
+Source: appendix A2, "Text".
+"""

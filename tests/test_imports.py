@@ -1,0 +1,134 @@
+"""Who may import whom, and what an import may cost."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minivllm
+from tests.tiny_folder import write_parrot
+
+PACKAGE = Path(minivllm.__file__).parent
+
+# Each part of the package, and the parts it may import beside itself. No import runs
+# upwards, so there is no circle; a new part takes its place here.
+LAYERS = {
+    "errors": set(),
+    "config": {"errors"},
+    "text": {"errors"},
+    "models": {"errors"},
+    "reference": {"models"},
+    "generation": {"errors", "models"},
+    "loading": {"errors", "config", "models", "reference"},
+    "cli": {"errors", "config", "text", "loading", "generation", "__init__"},
+    "__init__": set(),
+    "__main__": {"cli"},
+}
+# Only these modules may import torch, at the top or lazily.
+TORCH_MODULES = {
+    "models/layers.py",
+    "models/decoder.py",
+    "loading/loader.py",
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """List the modules that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the layer"
+            names.add(node.module)
+    return names
+
+
+def part_of(module: str) -> str:
+    """Return the part that a module of ours belongs to."""
+    return [*module.split("."), "__init__"][1]
+
+
+def modules() -> list[str]:
+    return sorted(str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_run_downwards_only(module):
+    part = module.split("/")[0].removesuffix(".py")
+    ours = {n for n in imports_of(PACKAGE / module) if n.split(".")[0] == "minivllm"}
+    assert {part_of(name) for name in ours} <= LAYERS[part] | {part}
+
+
+def test_the_layers_have_no_circle():
+    above: dict[str, set[str]] = {}
+    for part, below in LAYERS.items():  # listed from the bottom up, but for __init__
+        assert below - {"__init__"} <= above.keys(), part
+        above[part] = below
+
+
+def test_only_the_torch_half_names_torch():
+    torch_users = {
+        module
+        for module in modules()
+        if any(n.split(".")[0] == "torch" for n in imports_of(PACKAGE / module))
+    }
+    assert torch_users == TORCH_MODULES
+
+
+@pytest.mark.parametrize("foreign", ["transformers", "bookkit"])
+def test_what_only_tests_and_book_use_is_never_imported(foreign):
+    users = [
+        module
+        for module in modules()
+        if any(n.split(".")[0] == foreign for n in imports_of(PACKAGE / module))
+    ]
+    assert users == []
+
+
+def python(script: str) -> subprocess.CompletedProcess:
+    """Run a script in a fresh interpreter; fail with what it wrote."""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    script = "import sys, minivllm, minivllm.cli.main; print(*sys.modules)"
+    loaded = {name.split(".")[0] for name in python(script).stdout.split()}
+    assert "minivllm" in loaded
+    heavy = {"numpy", "torch", "transformers", "tokenizers", "jinja2", "gguf"}
+    assert not loaded & (heavy | {"huggingface_hub", "safetensors", "fastapi"})
+
+
+def test_the_numpy_path_works_where_torch_cannot_be_imported(tmp_path):
+    folder = str(write_parrot(tmp_path))
+    script = f"""
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Blocked())
+from minivllm import Tokenizer, generate_naive, load_model
+
+model = load_model({folder!r}, backend="numpy")
+tokenizer = Tokenizer.from_dir({folder!r})
+prompt = tokenizer.encode_chat([{{"role": "user", "content": "Why?"}}])
+print(tokenizer.decode(generate_naive(model, prompt, 7)))
+"""
+    assert python(script).stdout == " blué!\n"
+
+
+def test_every_public_name_is_there_and_listed():
+    for name in minivllm._MODULES:
+        assert getattr(minivllm, name).__doc__ or name.isupper()
+        assert name in dir(minivllm)
+    with pytest.raises(AttributeError, match="no attribute 'generate_fast'"):
+        _ = minivllm.generate_fast
