@@ -39,10 +39,10 @@ test: check  ## install the test extras, then run what CI runs
 	$(BIN)/jupyter-book build . -W --keep-going -q
 	$(TESTING) BOOK_HTML="$(CURDIR)/$(BOOK)" $(BIN)/python -m pytest -q -n $(WORKERS) \
 		--dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
-		chapters tests
+		--nbval-sanitize-with book/tools/nbval.cfg chapters tests
 
 test-slow: .venv/test.stamp  ## run the tests that take minutes
-	$(TESTING) $(BIN)/python -m pytest -q -m slow tests
+	$(TESTING) $(BIN)/python -m pytest -q -m slow tests || [ $$? -eq 5 ]  # 5: there is none
 
 check: .venv/test.stamp  ## lint; are sources, notebooks and package in step?
 	$(BIN)/python -m ruff check .

@@ -1,10 +1,10 @@
 """A small LLM inference engine, built chapter by chapter.
 
-A reading order, each module one room with one purpose:
+A reading order:
 
 1. `models/spec.py`: what a decoder is, as data.
-2. `reference/attention.py` and `reference/decoder.py`: it, in NumPy.
-3. `models/layers.py` and `models/decoder.py`: it again, in torch.
+2. `reference/attention.py` and `reference/decoder.py`: the decoder in NumPy.
+3. `models/layers.py` and `models/decoder.py`: the same in torch.
 4. `generation.py`: the loop that writes a text, the slow way.
 5. `text/`: from text to token ids and back.
 6. `loading/`: from the name of a model to its weights.

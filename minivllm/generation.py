@@ -7,7 +7,8 @@ Source: chapter 1, "Naive generation".
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,53 +31,68 @@ def pick_token(
     logits: np.ndarray, temperature: float, random: np.random.Generator
 ) -> int:
     """Return the best token at temperature 0, else draw from softmax(logits / t)."""
+    assert not np.isnan(logits).any(), "the model computed NaN"
     if temperature == 0:
         return int(logits.argmax())
-    # The largest of logits / t + Gumbel noise is a draw from the softmax.
+    # The largest of logits / t + Gumbel noise is a draw from the softmax (chapter 5).
     shifted = logits.astype(np.float64) - logits.max()
     return int((shifted + temperature * random.gumbel(size=logits.shape)).argmax())
 
 
 def check_request(
     spec: ModelSpec,
-    prompt_token_ids: Sequence[int],
+    prompt_token_ids: Iterable[int],
     max_new_tokens: int,
     temperature: float,
-) -> None:
+) -> list[int]:
     """Refuse what cannot be generated, before any work is done.
+
+    Returns:
+        The prompt as a new list of Python integers.
 
     Raises:
         RequestError: Naming the value and its limit.
     """
-    if not len(prompt_token_ids):
-        raise RequestError(
-            "the prompt has 0 tokens, but a decoder needs at least 1 to continue: "
-            "write a word"
-        )
+    token_ids = []
     for token_id in prompt_token_ids:
-        if not 0 <= token_id < spec.vocab_size:
+        try:
+            if isinstance(token_id, bool):
+                raise TypeError
+            token_ids.append(operator.index(token_id))
+        except TypeError:
+            raise RequestError(
+                f"the prompt holds {token_id!r}, but token ids are integers: encode "
+                "the text with the model's tokenizer"
+            ) from None
+        if not 0 <= token_ids[-1] < spec.vocab_size:
             raise RequestError(
                 f"the prompt holds token id {token_id}, but the model knows 0 to "
                 f"{spec.vocab_size - 1}: encode with this model's tokenizer"
             )
-    if max_new_tokens < 1:
+    if not token_ids:
         raise RequestError(
-            f"max_new_tokens is {max_new_tokens}, but at least 1 is needed"
+            "the prompt has 0 tokens, but a decoder needs at least 1 to continue: "
+            "write a word"
         )
-    num_tokens = len(prompt_token_ids) + max_new_tokens
-    if num_tokens > spec.max_position_embeddings:
-        room = spec.max_position_embeddings - max_new_tokens
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise RequestError(
-            f"{len(prompt_token_ids)} prompt tokens and {max_new_tokens} new ones are "
+            f"max_new_tokens is {max_new_tokens!r}, but must be an integer above 0"
+        )
+    num_tokens = len(token_ids) + max_new_tokens
+    if num_tokens > spec.max_position_embeddings:
+        room = max(spec.max_position_embeddings - max_new_tokens, 0)
+        raise RequestError(
+            f"{len(token_ids)} prompt tokens and {max_new_tokens} new ones are "
             f"{num_tokens}, but the model was trained for "
-            f"{spec.max_position_embeddings}: shorten the prompt to {max(room, 0)} "
-            "tokens or ask for fewer"
+            f"{spec.max_position_embeddings}: shorten the prompt to {room} tokens or "
+            "ask for fewer"
         )
     if not (math.isfinite(temperature) and temperature >= 0):
         raise RequestError(
             f"temperature is {temperature}, but must be a number of at least 0 "
             "(0 is greedy)"
         )
+    return token_ids
 
 
 def stream_naive(
@@ -107,16 +123,18 @@ def stream_naive(
     Cost:
         A full forward pass over all tokens so far, for every new one.
     """
-    check_request(model.spec, prompt_token_ids, max_new_tokens, temperature)
+    token_ids = check_request(model.spec, prompt_token_ids, max_new_tokens, temperature)
+    if seed is not None and (type(seed) is not int or seed < 0):
+        raise RequestError(f"seed is {seed!r}, but must be an integer of at least 0")
+    random = np.random.default_rng(seed)
+    stop = frozenset(stop_token_ids)
 
     def tokens() -> Iterator[int]:
-        random = np.random.default_rng(seed)
-        token_ids = list(prompt_token_ids)
         for _ in range(max_new_tokens):
             logits = model.next_token_logits(token_ids)
             token_ids.append(pick_token(logits, temperature, random))
             yield token_ids[-1]
-            if token_ids[-1] in stop_token_ids:
+            if token_ids[-1] in stop:
                 return
 
     return tokens()

@@ -31,7 +31,8 @@ def parrot(tmp_path_factory) -> str:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch, tmp_path):
-    """Keep the real cache out of it, and the threads as they were."""
+    """Keep the real cache out of it, the threads as they were, and output buffered."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "cache"))
     for variable in ("OMP", "OPENBLAS", "MKL"):
         monkeypatch.setenv(f"{variable}_NUM_THREADS", "1")
@@ -68,6 +69,14 @@ def start_endless_answer(parrot: str) -> subprocess.Popen:
 
 
 # What it writes.
+
+
+def test_the_rate_leaves_out_the_wait_for_the_first_token():
+    line = generate.summary(9, [0.5, 0.6, 0.7], "stop")
+    assert line == (
+        "minivllm: 9 prompt tokens, 3 new tokens, first after 0.50 s, "
+        "then 10.0 tokens/s, finish reason: stop"
+    )
 
 
 def test_the_answer_goes_to_stdout_and_the_numbers_to_stderr(capsys, parrot):
@@ -157,6 +166,7 @@ def test_a_dash_reads_the_prompt_from_stdin(capsys, parrot, monkeypatch):
         (["generate"], "the following arguments are required: PROMPT"),
         (["generate", "--temp", "1", "x"], "unknown option --temp"),
         (["generate", "--max-token=3", "x"], "did you mean --max-tokens?"),
+        (["generate", "--se", "3", "x"], "unknown option --se"),
         (["generate", "--modle=a b", "x"], "unknown option --modle: did you mean"),
         (["generate", "why", "not"], "'not' is one argument too many"),
         (["generate", "--temperature", "-1", "x"], "'-1' is no number of at least 0"),
@@ -332,6 +342,13 @@ def test_any_character_is_written_whatever_the_locale(parrot):
         capture_output=True,
     )
     assert (result.returncode, result.stdout) == (0, f"{ANSWER}\n".encode())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments are bytes elsewhere")
+def test_a_name_that_is_no_text_is_shown_escaped():
+    result = subprocess.run([*command(), b"\xff"], capture_output=True)
+    assert result.returncode == 2 and b"Traceback" not in result.stderr
+    assert rb"unknown command \udcff" in result.stderr
 
 
 def test_threads_are_set_before_numpy_and_torch_load(parrot):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minivllm.errors import WeightMismatch
+from minivllm.errors import ConfigError, WeightMismatch
 from minivllm.models.decoder import Decoder
-from minivllm.models.layers import RMSNorm, apply_rotary_emb
+from minivllm.models.layers import RMSNorm, TorchDenseContext, apply_rotary_emb
 from tests.test_generation import SPEC
 
 
@@ -71,7 +71,55 @@ def test_positions_are_rotated_in_float32_whatever_the_dtype():
     rotated = apply_rotary_emb(x, angles.cos(), angles.sin())
     exact = apply_rotary_emb(x.float(), angles.cos(), angles.sin())
     assert rotated.dtype == torch.bfloat16
-    torch.testing.assert_close(rotated.float(), exact, rtol=2**-8, atol=2**-8)
+    assert rotated.equal(exact.to(torch.bfloat16))  # rounded once, at the end
+
+
+class Recording(TorchDenseContext):
+    """Keeps the queries it is given."""
+
+    def attend(self, layer, q, k, v):
+        self.q = q
+        return super().attend(layer, q, k, v)
+
+
+def test_a_bfloat16_decoder_rotates_by_exact_angles():
+    # bfloat16 has no number 8191: a position in it would be 8192.
+    decoder = Decoder(SPEC)
+    decoder.load_weights(weights_in(torch.bfloat16))
+    context, position = Recording(SPEC), torch.tensor([8191])
+    decoder(torch.tensor([1]), position, context)
+    attention = decoder.layers[0].self_attn
+    x = decoder.layers[0].input_layernorm(decoder.embed_tokens(torch.tensor([1])))
+    q = attention.q_proj(x).view(1, -1, SPEC.head_dim)
+    angles = position.view(1, 1, 1) * decoder.frequencies
+    assert context.q.equal(apply_rotary_emb(q, angles.cos(), angles.sin()))
+
+
+def test_norms_round_where_transformers_rounds():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    ours, theirs = RMSNorm(64, 1e-5), LlamaRMSNorm(64, 1e-5)
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(2, 64, generator=generator).to(torch.bfloat16)
+    for norm in (ours, theirs):
+        norm.weight.data = weight
+    assert ours(x).equal(theirs(x))
+
+
+def test_logits_are_computed_in_the_dtype_of_the_weights():
+    decoder = Decoder(SPEC)
+    decoder.load_weights(weights_in(torch.bfloat16))
+    logits = decoder.compute_logits(torch.full((1, 4), 1 / 3, dtype=torch.bfloat16))
+    assert logits.dtype == torch.float32
+    assert logits.equal(logits.to(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("mixed", [torch.float16, torch.int8])
+def test_weights_of_mixed_or_integer_types_are_refused(mixed):
+    weights = weights_in(torch.float32)
+    weights["norm.weight"] = weights["norm.weight"].to(mixed)
+    with pytest.raises(ConfigError, match="one floating-point type"):
+        Decoder(SPEC).load_weights(weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -95,9 +143,27 @@ def test_one_step_on_cuda_mixes_no_devices():
                 for name, shape in SPEC.weight_shapes().items()
             }
         )
-        ids = torch.zeros(3, dtype=torch.int64, device="cuda")
-        positions = torch.arange(3, device="cuda")
-        hidden_states = decoder(ids, positions, decoder.dense_context())
-        logits = decoder.compute_logits(hidden_states)
+        check_step_on_cuda(decoder)
+
+
+def test_the_frequencies_follow_the_weights_to_a_device(monkeypatch):
+    def move(module, fn, recurse=True):  # what .to("cuda") does, with fake tensors
+        weight = torch.empty(SPEC.vocab_size, SPEC.hidden_size, device="cuda")
+        module.embed_tokens.weight = torch.nn.Parameter(weight)
+
+    with FakeTensorMode():
+        decoder = Decoder(SPEC)
+        decoder.frequencies = torch.empty(2)
+        monkeypatch.setattr(torch.nn.Module, "_apply", move)
+        assert decoder.frequencies.device.type == "cpu"
+        assert decoder.to("cuda") is decoder
+        assert decoder.frequencies.device.type == "cuda"
+
+
+def check_step_on_cuda(decoder):
+    ids = torch.zeros(3, dtype=torch.int64, device="cuda")
+    positions = torch.arange(3, device="cuda")
+    hidden_states = decoder(ids, positions, decoder.dense_context())
+    logits = decoder.compute_logits(hidden_states)
     assert (logits.device.type, logits.dtype) == ("cuda", torch.float32)
     assert logits.shape == (3, SPEC.vocab_size)

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import RequestError
-from minivllm.loading.gguf_tokenizer import TokenType
+from minivllm.loading.gguf_vocabulary import TokenType
 from minivllm.text.detokenizer import IncrementalDetokenizer
 from tests.corpus import hard_texts
 from tests.tiny_tokenizers import byte_level, load, sentencepiece

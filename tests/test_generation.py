@@ -74,6 +74,47 @@ def test_a_seed_makes_the_choices_repeatable():
     assert draw(1) != draw(2)
 
 
+class Even(Counting):
+    """Finds all tokens equally good, but for token 1, which is a little better."""
+
+    def next_token_logits(self, token_ids):
+        return np.array([0, 0.05, 0, 0, 0, 0, 0, 0], dtype=np.float32)
+
+
+def test_each_token_of_a_text_is_a_new_draw():
+    tokens = generate_naive(Even(), [0], 15, temperature=1.0, seed=3)
+    assert len(set(tokens)) > 4
+
+
+def test_without_a_seed_two_texts_differ():
+    texts = {tuple(generate_naive(Even(), [0], 15, temperature=1e6)) for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_a_low_temperature_is_not_yet_greedy():
+    tokens = [
+        generate_naive(Even(), [0], 1, temperature=0.1, seed=seed)[0]
+        for seed in range(50)
+    ]
+    assert len(set(tokens)) > 1
+
+
+def test_logits_that_are_no_numbers_are_never_a_token():
+    class Broken(Counting):
+        def next_token_logits(self, token_ids):
+            return np.full(8, np.nan, dtype=np.float32)
+
+    with pytest.raises(AssertionError, match="NaN"):
+        generate_naive(Broken(), [0], 1)
+
+
+@pytest.mark.parametrize("kind", [np.array, tuple, iter, lambda p: map(np.uint8, p)])
+def test_any_sequence_of_integers_is_a_prompt(kind):
+    model = Counting()
+    assert generate_naive(model, kind([0, 3]), 2) == [4, 5]
+    assert all(type(token_id) is int for token_id in model.asked[-1])
+
+
 def test_sampling_follows_the_softmax_of_logits_over_temperature():
     temperature = 1.5
     weights = np.exp(np.array([2.0] + [0.0] * 7) / temperature)
@@ -101,7 +142,14 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
         ([0, 8], 1, 0.0, "token id 8, but the model knows 0 to 7"),
         ([-1], 1, 0.0, "token id -1"),
         ([2**63], 1, 0.0, "token id 9223372036854775808"),
+        ([1.0], 1, 0.0, "holds 1.0, but token ids are integers"),
+        ([True], 1, 0.0, "holds True"),
+        ("sky", 1, 0.0, "holds 's'"),
+        ([[0, 1]], 1, 0.0, r"holds \[0, 1\]"),
+        (np.zeros((2, 2), dtype=int), 1, 0.0, "holds array"),
         ([0], 0, 0.0, "max_new_tokens is 0"),
+        ([0], 2.5, 0.0, "max_new_tokens is 2.5"),
+        ([0], 20, 0.0, "shorten the prompt to 0 tokens"),
         ([0] * 10, 7, 0.0, "10 prompt tokens and 7 new ones are 17, .* 16: .* to 9"),
         ([0], 1, -0.5, "temperature is -0.5"),
         ([0], 1, float("nan"), "temperature is nan"),
@@ -111,3 +159,9 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
 def test_the_impossible_is_refused_at_the_call(prompt, count, temperature, message):
     with pytest.raises(RequestError, match=message):
         stream_naive(Counting(), prompt, count, temperature=temperature)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "x"])
+def test_a_seed_that_is_none_is_refused_at_the_call(seed):
+    with pytest.raises(RequestError, match="seed is"):
+        stream_naive(Counting(), [0], 1, temperature=1.0, seed=seed)

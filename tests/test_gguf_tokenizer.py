@@ -6,12 +6,9 @@ import sentencepiece
 import tokenizers
 
 from minivllm.errors import ConfigError, CorruptFile
-from minivllm.loading.gguf_tokenizer import (
-    PRE_TOKENIZERS,
-    TokenType,
-    merges_from_scores,
-    tokenizer_files,
-)
+from minivllm.loading.gguf_tokenizer import tokenizer_files
+from minivllm.loading.gguf_vocabulary import TokenType, merges_from_scores
+from minivllm.loading.pre_tokenizers import PRE_TOKENIZERS
 from tests import tiny_tokenizers
 from tests.corpus import MARKUP, SENTENCES, hard_texts
 from tests.tiny_tokenizers import byte_level

@@ -176,7 +176,7 @@ def test_a_long_list_is_cut_and_counted(tmp_path, tensors):
     with pytest.raises(WeightMismatch) as caught:
         load_model(write_checkpoint(tmp_path, tensors, config))
     message = str(caught.value)
-    assert "72 of" in message and "and 52 more" in message
+    assert "72 tensors" in message and "and 52 more" in message
     assert "num_hidden_layers = 10, but the files hold 2 layers" in message
     assert len(message.splitlines()) == 1 + 20 + 1 + 1
 
@@ -267,6 +267,16 @@ def test_an_index_that_does_not_fit_its_shards_is_corrupt(tmp_path, tensors):
         f"  {moved} in {first} is not listed",
         f"  {dropped} in {second} is not listed",
     }
+
+
+def test_a_long_list_of_disagreements_is_cut_and_counted(tmp_path, tensors):
+    weight_map = write_shards(tmp_path, tensors)
+    ghosts = {f"ghost.{n:02}": weight_map["lm_head.weight"] for n in range(23)}
+    write_index(tmp_path, weight_map | ghosts)
+    with pytest.raises(CorruptFile) as caught:
+        load_model(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + 20 + 1 and lines[-1] == "  and 3 more"
 
 
 @pytest.mark.parametrize(

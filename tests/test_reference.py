@@ -5,7 +5,7 @@ import pytest
 
 from minivllm.errors import WeightMismatch
 from minivllm.models.rotary import inverse_frequencies
-from minivllm.models.spec import RopeSpec
+from minivllm.models.spec import RopeFactors, RopeSpec
 from minivllm.reference.attention import attention_weights, causal_attention, softmax
 from minivllm.reference.decoder import NumpyDecoder, apply_rope, rms_norm, silu
 from tests.test_generation import SPEC
@@ -31,7 +31,8 @@ def test_rms_norm_by_hand():
 def test_silu_is_right_for_large_numbers_of_either_sign():
     x = np.array([-1000.0, -1.0, 0.0, 1.0, 1000.0], dtype=np.float32)
     expected = [0, -1 / (1 + np.e), 0, 1 / (1 + 1 / np.e), 1000]
-    np.testing.assert_allclose(silu(x), expected, rtol=1e-6)
+    with np.errstate(all="raise", under="ignore"):
+        np.testing.assert_allclose(silu(x), expected, rtol=1e-6)
 
 
 def test_softmax_does_not_overflow():
@@ -52,6 +53,13 @@ def test_the_first_pair_turns_one_radian_a_position():
     assert frequencies.dtype == np.float32
 
 
+def test_rope_factors_divide_the_frequencies():
+    scaling = RopeFactors(factors=(1.0, 2.0))
+    frequencies = inverse_frequencies(4, RopeSpec(theta=10_000.0, scaling=scaling))
+    np.testing.assert_allclose(frequencies, [1, 0.005], rtol=1e-6)
+    assert frequencies.dtype == np.float32
+
+
 def test_a_query_sees_itself_and_what_came_before():
     q = np.zeros((2, 1, 2))  # looks at all it sees alike
     k = np.zeros((5, 1, 2))
@@ -59,6 +67,32 @@ def test_a_query_sees_itself_and_what_came_before():
     # Two queries for five keys are the last two.
     expected = [[0.25, 0.25, 0.25, 0.25, 0], [0.2, 0.2, 0.2, 0.2, 0.2]]
     np.testing.assert_allclose(weights[0], expected)
+
+
+def test_what_is_masked_gets_nothing_however_well_it_fits():
+    q = np.array([[[1.0]], [[1.0]]])
+    k = np.array([[[-2e4]], [[2e4]]])  # the second fits far better, but comes later
+    np.testing.assert_array_equal(attention_weights(q, k, 1.0)[0], [[1, 0], [0, 1]])
+
+
+def test_there_cannot_be_more_queries_than_keys():
+    with pytest.raises(AssertionError, match="3 queries for 2 keys"):
+        attention_weights(np.zeros((3, 1, 2)), np.zeros((2, 1, 2)), 1.0)
+
+
+def test_softmax_shifts_each_row_by_its_own_maximum():
+    scores = np.array([[0.0, 1.0], [1000.0, 1001.0]])
+    shares = softmax(scores)
+    np.testing.assert_allclose(shares[0], shares[1])
+
+
+def test_weights_of_other_types_are_computed_in_float32(decoder):
+    halves = {name: w.astype(np.float16) for name, w in decoder.weights.items()}
+    widened = {name: w.astype(np.float32) for name, w in halves.items()}
+    logits = NumpyDecoder(SPEC, halves).next_token_logits([1, 2])
+    assert logits.dtype == np.float32
+    expected = NumpyDecoder(SPEC, widened).next_token_logits([1, 2])
+    np.testing.assert_array_equal(logits, expected)
 
 
 def test_query_heads_share_key_heads_in_groups():

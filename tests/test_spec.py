@@ -50,28 +50,76 @@ def test_both_spellings_of_the_rope_settings_mean_the_same():
     )
     assert old.rope == new.rope
     assert old.rope == RopeSpec(theta=5e5, scaling=Llama3Scaling(**LLAMA3))
+    both = {"rope_theta": 5e5, "rope_type": "default"}
+    assert spec_of(rope_parameters=both, rope_scaling=both).rope.theta == 5e5
+    assert spec_of(rope_parameters=both, rope_theta=1e4).rope.theta == 5e5
+    assert spec_of(rope_scaling={"rope_type": None, "type": None}).rope.theta == 1e4
+
+
+def test_a_null_in_the_config_counts_as_missing():
+    assert spec_of(head_dim=None, rms_norm_eps=None, attention_bias=None) == spec_of()
 
 
 def test_the_factors_of_a_gguf_file_are_kept():
     spec = spec_of(rope_scaling={"rope_type": "factors", "factors": [1, 1, 2, 8]})
-    assert spec.rope.scaling == RopeFactors(factors=(1, 1, 2, 8))
+    assert spec.rope.scaling == RopeFactors(factors=(1.0, 1.0, 2.0, 8.0))
+    assert hash(spec) == hash(replace(spec))
 
 
 def test_both_spellings_of_the_dtype_are_read():
     assert spec_of(torch_dtype="bfloat16").dtype == "bfloat16"
     assert spec_of(dtype="float16").dtype == "float16"
+    assert spec_of(dtype="float16", torch_dtype="float32").dtype == "float16"
+    assert spec_of().dtype is None
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rope_scaling": {"rope_type": "mystery"}}, "'mystery' is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "lacks factor, low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "factor is None"),
+        ({"rope_scaling": {"type": "llama3"} | LLAMA3 | {"factor": "8"}}, "is '8'"),
+        (
+            {"rope_scaling": {"type": "llama3"} | LLAMA3 | {"low_freq_factor": 4.0}},
+            "low_freq_factor must be below",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "llama3"} | LLAMA3,
+                "original_max_position_embeddings": 4096,
+            },
+            "original_max_position_embeddings twice",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "llama3"} | LLAMA3,
+                "rope_parameters": {"rope_theta": 1e4},
+            },
+            "two rope settings that differ",
+        ),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1]}}, "mrope_section"),
+        ({"rope_parameters": {"full_attention": {}}}, "full_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_scaling": {"type": "factors"}}, "factors is None"),
+        ({"rope_scaling": {"type": "factors", "factors": [1, 1, 2]}}, "has 3 factors"),
+        (
+            {"rope_scaling": {"type": "factors", "factors": [1, 1, 2, 0]}},
+            r"factors\[3\] is 0",
+        ),
+        ({"rope_theta": "x"}, "rope_theta is 'x'"),
+        ({"rope_theta": -1}, "rope_theta is -1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"num_hidden_layers": "two"}, "num_layers is 'two'"),
+        ({"hidden_size": 48.0}, "hidden_size is 48.0"),
+        ({"num_attention_heads": "6"}, "num_attention_heads is '6'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"attention_bias": "false"}, "attention_bias is 'false'"),
+        ({"dtype": "banana"}, "dtype is 'banana'"),
     ],
 )
 def test_an_impossible_config_is_refused(changes, message):
@@ -90,6 +138,11 @@ def test_an_unknown_architecture_lists_the_supported_ones():
         family_of({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(ConfigError, match=r"\(none\)"):
         family_of({})
+    for odd in ([None], 3, "Mamba"):
+        with pytest.raises(
+            ConfigError, match=f"architecture {odd if odd != [None] else None}"
+        ):
+            family_of({"architectures": odd})
 
 
 def test_names_lose_their_prefix_and_old_buffers_are_ignored():
@@ -98,6 +151,8 @@ def test_names_lose_their_prefix_and_old_buffers_are_ignored():
     )
     assert LLAMA.rename("lm_head.weight") == "lm_head.weight"
     assert LLAMA.rename("model.layers.0.self_attn.rotary_emb.inv_freq") is None
+    assert LLAMA.rename("model.inv_freq.weight") == "inv_freq.weight"
+    assert LLAMA.rename("my.rotary_emb.inv_freq.scale") is not None
 
 
 def test_parameters_are_counted_as_the_shapes_say():
@@ -119,6 +174,7 @@ def test_every_disagreement_about_tensors_is_in_one_message():
         SPEC.check_weights(found)
     message = str(error.value)
     assert "3 tensors do not fit the 12" in message
+    assert message.index("missing:") < message.index("shape:") < message.index("unexp")
     assert "missing: norm.weight (4,)" in message
     assert "shape: lm_head.weight is (8, 5), needed (8, 4)" in message
     assert "unexpected: visual.weight" in message
@@ -128,11 +184,3 @@ def test_a_long_list_of_disagreements_is_cut():
     many = replace(SPEC, num_layers=9)
     with pytest.raises(WeightMismatch, match="and 64 more"):
         many.check_weights({})
-
-
-def test_rope_factors_must_be_one_per_frequency():
-    from minivllm.models.rotary import inverse_frequencies
-
-    rope = RopeSpec(theta=10_000.0, scaling=RopeFactors(factors=(1.0,)))
-    with pytest.raises(ConfigError, match="1 rope factors for 2 frequencies"):
-        inverse_frequencies(4, rope)

@@ -5,8 +5,9 @@ import pytest
 import tokenizers
 
 from minivllm.errors import ConfigError, CorruptFile, ModelNotFound, RequestError
-from minivllm.loading.gguf_tokenizer import TokenType
-from minivllm.text.tokenizer import Tokenizer, byte_alphabet
+from minivllm.loading.gguf_vocabulary import TokenType
+from minivllm.text.spelling import byte_alphabet
+from minivllm.text.tokenizer import Tokenizer
 from tests.corpus import hard_texts
 from tests.tiny_tokenizers import CHATML, byte_level, load, sentencepiece
 

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from minivllm.loading.tensors import write_safetensors
 from minivllm.models.families import family_of
-from minivllm.text.tokenizer import byte_alphabet
+from minivllm.text.spelling import byte_alphabet
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,8 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minivllm.loading.gguf_tokenizer import TokenType, tokenizer_files
-from minivllm.text.tokenizer import Tokenizer, byte_alphabet
+from minivllm.loading.gguf_tokenizer import tokenizer_files
+from minivllm.loading.gguf_vocabulary import TokenType
+from minivllm.text.spelling import byte_alphabet
+from minivllm.text.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n"

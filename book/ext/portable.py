@@ -8,6 +8,9 @@ What a chapter writes                          What the book shows
 ``$$ ... \\tag{1.3} $$``                        an equation, target ``#equation-1-3``
 ``[decoder.py](../minivllm/decoder.py)``       a link to the file in the repository
 ``{{ repository }}`` in a page                 the repository's address
+
+It also marks what the style sheet lays out in a way of its own: printed text in
+columns, which wrapping would spoil, and the table of what a chapter exports.
 """
 
 import re
@@ -23,12 +26,16 @@ from sphinx.writers.html5 import HTML5Translator
 LOGGER = logging.getLogger(__name__)
 
 ALERT = re.compile(r"\[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]\s*")
+ADDITION = re.compile(r"( \([^()]*\))\.\s?")
 FOLD_OPENS = re.compile(
     r"\s*<details(?P<open>\s+open)?>\s*<summary>(?P<summary>.*?)</summary>(?P<rest>.*)",
     re.DOTALL,
 )
 FOLD_CLOSES = re.compile(r"\s*</details>")
 CAPTION = re.compile(r"(Figure|Table) (A?\d+\.\d+)\.")
+# Text after a gap, as in a table that was printed with spaces.
+COLUMN = re.compile(r"\S {2,}\S")
+PAGE_COLUMNS = 88  # what fits the page at 1280 pixels
 TAG = re.compile(r"\\tag\{(A?\d+\.\d+)\}")
 
 
@@ -72,6 +79,10 @@ def take_title(paragraph: nodes.paragraph) -> list[nodes.Node]:
         return []
     strong = paragraph[0]
     rest = "".join(node.astext() for node in paragraph[1:])
+    if addition := ADDITION.match(rest):  # "**A title** (0.32.0)." belongs together
+        strong += nodes.Text(f"{addition[1]}.")
+        paragraph[1] = nodes.Text(paragraph[1][addition.end() :])
+        rest = rest[addition.end() :]
     alone = not rest or rest.startswith("\n")
     if not alone and not strong.astext().endswith((".", "?", "!", ":")):
         return []  # a bold word at the start of a sentence
@@ -229,6 +240,41 @@ class SourceLinks(SphinxTransform):
             link.replace_self(reference)
 
 
+class Layouts(SphinxTransform):
+    """Mark printed columns and tables of exports for the style sheet."""
+
+    default_priority = 404
+
+    def apply(self) -> None:
+        """Transform the whole document."""
+        for block in self.document.findall(nodes.literal_block):
+            if "output" in block["classes"] and is_in_columns(block.astext()):
+                block["classes"].append("mv-columns")
+        for table in self.document.findall(nodes.table):
+            heads = [entry.astext() for entry in next(table.findall(nodes.row))]
+            if heads == ["file", "names", "what it does"]:
+                table["classes"].append("mv-exports")
+                for link in table.findall(nodes.reference):
+                    for path in link.findall(nodes.literal):
+                        allow_breaks(path)
+
+
+def allow_breaks(path: nodes.literal) -> None:
+    """Let the browser break a path behind its slashes."""
+    folders, file = path.astext().rpartition("/")[::2]
+    path.children = []
+    for folder in folders.split("/"):
+        path += [nodes.Text(f"{folder}/"), nodes.raw("", "<wbr>", format="html")]
+    path += nodes.Text(file)
+
+
+def is_in_columns(text: str) -> bool:
+    """Tell whether lines that fit the page stand below one another in columns."""
+    lines = text.splitlines()
+    fits = all(len(line) <= PAGE_COLUMNS for line in lines)
+    return fits and sum(bool(COLUMN.search(line)) for line in lines) >= 2
+
+
 def insert_repository(app: Sphinx, docname: str, source: list[str]) -> None:
     """Fill the repository's address in where a page asks for it."""
     address = app.config.html_theme_options["repository_url"]
@@ -238,7 +284,7 @@ def insert_repository(app: Sphinx, docname: str, source: list[str]) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the transforms."""
     app.add_node(fold, html=(visit_fold, depart_fold))
-    for transform in (Alerts, Folds, Captions, SourceLinks):
+    for transform in (Alerts, Folds, Captions, SourceLinks, Layouts):
         app.add_transform(transform)
     app.connect("source-read", insert_repository)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import jupytext
 import nbformat
-from exercises import check_independence, find_exercises, solution_of, stub_of
-from export import TARGET
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
+
+from exercises import check_independence, find_exercises, solution_of, stub_of
+from export import TARGET
 from project import BookError, Project, label
 from statements import bound_names, is_docstring
 
@@ -151,6 +152,8 @@ def exports_table(cells: list[NotebookNode], project: Project) -> str:
             purposes.setdefault(target[1], comment[1] if comment else "")
     rows = ["| file | names | what it does |", "|---|---|---|"]
     for path, file in names.items():
+        if path.endswith("__init__.py") and not file:
+            continue  # a line about a folder is nothing to look up
         link = f"[`{path}`]({project.blob(path)})"
         listed = ", ".join(f"`{name}`" for name in file) or "(none)"
         rows.append(f"| {link} | {listed} | {purposes[path]} |")

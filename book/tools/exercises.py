@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from names import binds, reads
 from nbformat import NotebookNode
+
+from names import binds, reads
 from project import BookError
 from statements import FUNCTIONS, header_end, is_docstring
 

@@ -17,17 +17,21 @@ def plain(source: str) -> str:
 
 
 def reads(source: str) -> set[str]:
-    """Return the global names that a cell looks up, also inside its functions."""
-    return set(_reads(symtable.symtable(plain(source), "cell", "exec")))
+    """Return the global names that a cell looks up, now or in its functions later."""
+    table = symtable.symtable(plain(source), "cell", "exec")
+    now = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
+    return now | reads_later(source)
 
 
-def _reads(table: symtable.SymbolTable) -> Iterator[str]:
-    for symbol in table.get_symbols():
-        is_global = table.get_type() == "module" or symbol.is_global()
-        if is_global and symbol.is_referenced():
-            yield symbol.get_name()
+def reads_later(source: str) -> set[str]:
+    """Return the global names that the functions and classes of a cell look up."""
+    return set(_globals(symtable.symtable(plain(source), "cell", "exec")))
+
+
+def _globals(table: symtable.SymbolTable) -> Iterator[str]:
     for child in table.get_children():
-        yield from _reads(child)
+        yield from (s.get_name() for s in child.get_symbols() if s.is_global())
+        yield from _globals(child)
 
 
 def binds(source: str) -> set[str]:
@@ -36,7 +40,7 @@ def binds(source: str) -> set[str]:
     return {
         symbol.get_name()
         for symbol in table.get_symbols()
-        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+        if symbol.is_assigned() or symbol.is_imported()
     }
 
 

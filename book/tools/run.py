@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from build import build
-from export import export, write
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
+
+from build import build
+from export import export, write
 from project import HERE, BookError, Project
 
 TIMEOUT_S = 600

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
+
 from project import HERE, BookError
 from run import sources
 

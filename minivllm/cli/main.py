@@ -41,7 +41,7 @@ exit codes:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors our way and abbreviates no option."""
+    """An argument parser that reports errors our way and completes no option."""
 
     def __init__(self, prog: str, description: str, epilog: str) -> None:
         super().__init__(
@@ -49,7 +49,6 @@ class Parser(argparse.ArgumentParser):
             description=description,
             epilog=f"{epilog}\n{EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
 
     def error(self, message: str) -> NoReturn:

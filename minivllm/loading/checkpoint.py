@@ -10,7 +10,6 @@ In vLLM: vllm/model_executor/model_loader/weight_utils.py
 Source: appendix A3, "Loading".
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from minivllm.errors import ConfigError, CorruptFile, ModelNotFound, WeightMismatch
+from minivllm.json_files import read_json
 from minivllm.loading.tensors import read_header, read_safetensors
 from minivllm.models.families.base import Family
 from minivllm.models.spec import ModelSpec
@@ -37,27 +37,6 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that must hold one JSON object.
-
-    Raises:
-        ModelNotFound: There is no such file.
-        CorruptFile: It holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise ModelNotFound(
-            f"there is no {path.name} in {path.parent}: give the folder of a model "
-            "in the Hugging Face layout"
-        ) from None
-    except ValueError as error:  # not JSON, or not even UTF-8
-        raise CorruptFile(f"{path} is no JSON file ({error}): fetch it again") from None
-    if not isinstance(content, dict):
-        raise CorruptFile(f"{path} holds no JSON object: fetch it again")
-    return content
 
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:

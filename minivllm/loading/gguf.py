@@ -3,8 +3,8 @@
 Invariant: the folder appears whole or not at all, and names, row order and keys are
 those of Hugging Face; every tensor of the file is accounted for. Called by the hub.
 
-In vLLM: vllm/model_executor/model_loader/gguf_loader.py (keeps the blocks packed).
-Source: appendix A1, "Files".
+In vLLM: a plugin since 0.20, vllm-gguf-plugin (loader.py), which keeps blocks packed.
+Source: appendix A1, "Files"; appendix A2, "Text".
 """
 
 import json
@@ -20,6 +20,7 @@ import numpy as np
 from minivllm.errors import ConfigError, CorruptFile
 from minivllm.loading.atomic import atomic_folder
 from minivllm.loading.gguf_file import GgufFile, read_gguf
+from minivllm.loading.gguf_tokenizer import tokenizer_files
 from minivllm.loading.tensors import write_each
 
 
@@ -224,6 +225,7 @@ def text_files(file: GgufFile) -> dict[str, str]:
     return {
         "config.json": json_text(model_config(file)),
         "generation_config.json": json_text(special_tokens(file)),
+        **tokenizer_files(file.metadata),
     }
 
 

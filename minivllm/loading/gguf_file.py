@@ -8,8 +8,8 @@ turns a damaged length into a loop without end.
 Invariant: no length in the file is believed before it is checked; no weight is read
 before it is used. Called by the converter.
 
-In vLLM: the gguf package's GGUFReader, in
-vllm/model_executor/model_loader/weight_utils.py, gguf_quant_weights_iterator.
+In vLLM: a plugin, vllm-gguf-plugin (weight_utils.py, gguf_quant_weights_iterator),
+with the GGUFReader of the gguf package.
 Source: appendix A1, "Files".
 """
 

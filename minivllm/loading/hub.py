@@ -14,7 +14,6 @@ Source: appendix A1, "Files".
 
 import difflib
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from minivllm.config import DEFAULT_MODEL, cache_dir
 from minivllm.errors import BackendUnavailable, CorruptFile, ModelNotFound
+from minivllm.json_files import read_json
 from minivllm.loading.atomic import lock, remove_leftovers, scratch_folder
 
 # The default model lies, as a GGUF file, in this package; none of its code is run.
@@ -107,9 +107,9 @@ def check_folder(folder: Path) -> Path:
     shards = {"model.safetensors"}
     if index.is_file():
         try:
-            shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+            shards = set(read_json(index)["weight_map"].values())
             outside = [name for name in shards if Path(name).name != name]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (TypeError, KeyError, AttributeError):
             raise CorruptFile(
                 f"{index} is damaged: it is no index of safetensors files; "
                 "download it again"

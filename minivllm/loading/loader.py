@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from minivllm.errors import BackendUnavailable, ConfigError
+from minivllm.json_files import read_json
 from minivllm.loading.checkpoint import (
     DTYPES,
     StoredTensor,
     match_tensors,
-    read_json,
     stored_tensors,
 )
 from minivllm.loading.tensors import read_safetensors

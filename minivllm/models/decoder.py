@@ -6,12 +6,13 @@ In vLLM: vllm/model_executor/models/llama.py and its siblings.
 Source: chapter 1, "Naive generation".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from minivllm.errors import ConfigError
 from minivllm.models.context import AttentionContext
 from minivllm.models.layers import DecoderLayer, RMSNorm, TorchDenseContext
 from minivllm.models.rotary import inverse_frequencies
@@ -42,11 +43,26 @@ class Decoder(nn.Module):
 
         Raises:
             WeightMismatch: Names or shapes are not those of `spec.weight_shapes()`.
+            ConfigError: They are not all of one floating-point type.
         """
         self.spec.check_weights({name: w.shape for name, w in weights.items()})
+        dtypes = {w.dtype for w in weights.values()}
+        if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+            raise ConfigError(
+                f"the weights are {', '.join(sorted(map(str, dtypes)))}, but the "
+                "decoder needs one floating-point type: convert them first"
+            )
         self.load_state_dict(weights, assign=True)
         self.requires_grad_(False)
         self.frequencies = self.frequencies.to(self.embed_tokens.weight.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
+        """Let the frequencies follow the weights to a device, never to a dtype."""
+        super()._apply(fn, recurse)
+        device = self.embed_tokens.weight.device
+        if device.type != "meta":
+            self.frequencies = self.frequencies.to(device)
+        return self
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, context: AttentionContext[Tensor]

@@ -1,7 +1,7 @@
 """The parts of the torch decoder, any device and dtype.
 
-Parameter names are those of `ModelSpec.weight_shapes()`. The norms and the rotation
-compute in float32 and return the dtype they were given.
+Parameter names are those of `ModelSpec.weight_shapes()`. The norms (RMSNorm, Zhang and
+Sennrich 2019) and the rotation compute in float32 and return the dtype they were given.
 
 In vLLM: vllm/model_executor/layers/.
 Source: chapter 1, "Naive generation".
@@ -70,8 +70,11 @@ class Attention(nn.Module):
         return self.o_proj(mixed.reshape(len(x), -1))
 
 
+TORCH_ACTIVATIONS = {"silu": F.silu}
+
+
 class MLP(nn.Module):
-    """Let each token think by itself: SwiGLU (Shazeer 2020)."""
+    """Transform each token alone: a gated unit (Shazeer 2020)."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -79,10 +82,11 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, intermediate, bias=spec.mlp_bias)
         self.up_proj = nn.Linear(hidden, intermediate, bias=spec.mlp_bias)
         self.down_proj = nn.Linear(intermediate, hidden, bias=spec.mlp_bias)
+        self.activation = TORCH_ACTIVATIONS[spec.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each row. x is [num_tokens, hidden_size], as is the result."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -112,13 +116,9 @@ class TorchDenseContext:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend causally among the given tokens."""
         group = q.shape[1] // k.shape[1]
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(
-            q.unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
-            is_causal=True,
-            scale=self.scale,
+            q, k, v, is_causal=True, scale=self.scale
         )
         return mixed.squeeze(0).transpose(0, 1)

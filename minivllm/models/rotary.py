@@ -11,38 +11,35 @@ import math
 
 import numpy as np
 
-from minivllm.errors import ConfigError
 from minivllm.models.spec import Llama3Scaling, RopeFactors, RopeSpec
 
 
-def inverse_frequencies(head_dim: int, rope: RopeSpec) -> np.ndarray:
-    """Return the angle per position of each pair of dimensions.
-
-    Returns:
-        float32, [head_dim // 2]; pair i turns by theta ** (-2 i / head_dim) radians
-        a position, then scaled as the spec says.
-    """
+def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """Return theta ** (-2 i / head_dim) for each pair i, float32, [head_dim // 2]."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     # The power in float64, rounded once: an error here grows with the position.
-    powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
-    frequencies = np.float32(1) / powers
+    powers = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+    return np.float32(1) / powers
+
+
+def inverse_frequencies(head_dim: int, rope: RopeSpec) -> np.ndarray:
+    """Return the angle per position of each pair of dimensions, scaled as asked.
+
+    Returns:
+        float32 radians, [head_dim // 2].
+    """
+    frequencies = rope_frequencies(head_dim, rope.theta)
     if isinstance(rope.scaling, Llama3Scaling):
         return scale_llama3(frequencies, rope.scaling)
     if isinstance(rope.scaling, RopeFactors):
-        factors = np.asarray(rope.scaling.factors, dtype=np.float32)
-        if factors.shape != frequencies.shape:
-            raise ConfigError(
-                f"{len(factors)} rope factors for {len(frequencies)} frequencies: "
-                "there must be head_dim / 2"
-            )
-        return frequencies / factors
+        return frequencies / np.asarray(rope.scaling.factors, dtype=np.float32)
     return frequencies
 
 
 def scale_llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Stretch the slow frequencies, keep the fast ones, blend in between.
+    """Slow down the slow frequencies, keep the fast ones, blend in between.
 
-    A pair that has not completed a turn within the trained context
+    A pair that makes fewer than `low_freq_factor` turns within the trained context
     (`original_max_position_embeddings`) is slowed down by `factor`, so that a longer
     text shows the model no angle it has never seen.
     """

@@ -1,4 +1,4 @@
-"""Describe a decoder as data: everything that forward() depends on, and nothing else.
+"""Describe a decoder as data: what it computes, and what its callers must know of it.
 
 A family file turns a checkpoint's `config.json` into a `ModelSpec`; the loader and
 both decoders read the spec and never the config, so no decoder asks for a family.
@@ -41,7 +41,10 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The knobs of a decoder; sizes in elements, positions in tokens."""
+    """The knobs of a decoder; sizes in elements, positions in tokens.
+
+    `dtype` is what the makers of the checkpoint computed in, None if they do not say.
+    """
 
     architecture: str
     vocab_size: int
@@ -59,7 +62,7 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
-    dtype: str = "float32"
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -73,7 +76,7 @@ class ModelSpec:
             "max_position_embeddings",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ConfigError(
                     f"{name} is {value!r}, but must be an integer of at least 1: "
                     "mend config.json"
@@ -87,6 +90,14 @@ class ModelSpec:
             raise ConfigError(
                 f"head_dim is {self.head_dim}, but rope rotates pairs: it must be even"
             )
+        scaling = self.rope.scaling
+        if isinstance(scaling, RopeFactors):
+            if len(scaling.factors) != self.head_dim // 2 or min(scaling.factors) <= 0:
+                raise ConfigError(
+                    f"rope has {len(scaling.factors)} factors, the smallest "
+                    f"{min(scaling.factors, default=None)}, but there must be "
+                    f"{self.head_dim // 2} (head_dim / 2), all positive"
+                )
 
     @property
     def attention_scale(self) -> float:
@@ -150,6 +161,6 @@ class ModelSpec:
                 shown.append(f"and {len(problems) - len(shown)} more")
             raise WeightMismatch(
                 f"{len(problems)} tensors do not fit the {len(needed)} of "
-                f"{self.architecture}; is config.json the one of this checkpoint?\n  "
-                + "\n  ".join(shown)
+                f"{self.architecture}: config.json belongs to another model, or the "
+                "weights are incomplete (fetch both again)\n  " + "\n  ".join(shown)
             )

@@ -9,7 +9,7 @@ from minivllm.models.spec import ModelSpec
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    """Turn scores into probabilities over the last axis."""
+    """Turn scores into shares with sum one, over the last axis."""
     # Without the shift exp() overflows at 89; the quotient stays the same.
     exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
@@ -18,8 +18,8 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 def attention_weights(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
     """Return how much each query looks at each key, causally.
 
-    The queries belong to the last tokens: query i of n sees all keys but the last
-    n - 1 - i.
+    A query sees the keys up to its own position. There may be fewer queries than keys:
+    then they belong to the last tokens.
 
     Args:
         q: [num_queries, num_heads, head_dim].
@@ -31,7 +31,9 @@ def attention_weights(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
     """
     num_queries, num_heads, _ = q.shape
     num_keys, num_kv_heads, _ = k.shape
+    assert num_queries <= num_keys, f"{num_queries} queries for {num_keys} keys"
     k = k.repeat(num_heads // num_kv_heads, axis=1)
+    # [heads, queries, dim] @ [heads, dim, keys] -> [heads, queries, keys]
     scores = q.transpose(1, 0, 2) @ k.transpose(1, 2, 0) * scale
     query_positions = np.arange(num_keys - num_queries, num_keys)
     is_visible = np.arange(num_keys) <= query_positions[:, None]
@@ -43,10 +45,17 @@ def causal_attention(
 ) -> np.ndarray:
     """Mix the values by the attention weights.
 
+    Args:
+        q: [num_queries, num_heads, head_dim].
+        k: [num_keys, num_kv_heads, head_dim].
+        v: Like k.
+        scale: Factor on the products.
+
     Returns:
         [num_queries, num_heads, head_dim].
     """
     v = v.repeat(q.shape[1] // v.shape[1], axis=1)
+    # [heads, queries, keys] @ [heads, keys, dim] -> [heads, queries, dim]
     mixed = attention_weights(q, k, scale) @ v.transpose(1, 0, 2)
     return mixed.transpose(1, 0, 2)
 

@@ -43,22 +43,26 @@ def silu(x: np.ndarray) -> np.ndarray:
         return x / (1 + np.exp(-x))
 
 
+ACTIVATIONS = {"silu": silu}
+
+
 class NumpyDecoder:
     """A decoder with its weights as a dictionary of arrays."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, np.ndarray]) -> None:
-        """Take the weights as they are.
+        """Take the weights; those in another type than float32 are converted.
 
         Args:
             spec: What to compute.
-            weights: float32, names and shapes of `spec.weight_shapes()`.
+            weights: Names and shapes of `spec.weight_shapes()`.
 
         Raises:
             WeightMismatch: Names or shapes differ.
         """
         spec.check_weights({name: array.shape for name, array in weights.items()})
         self.spec = spec
-        self.weights = weights
+        self.weights = {k: np.asarray(w, np.float32) for k, w in weights.items()}
+        self.activation = ACTIVATIONS[spec.hidden_act]
         self.frequencies = inverse_frequencies(spec.head_dim, spec.rope)
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -92,7 +96,7 @@ class NumpyDecoder:
     def mlp(self, layer: int, x: np.ndarray) -> np.ndarray:
         """Transform each token alone: [num_tokens, hidden_size] in and out."""
         name = f"layers.{layer}.mlp"
-        gate = silu(self.linear(f"{name}.gate_proj", x))
+        gate = self.activation(self.linear(f"{name}.gate_proj", x))
         up = self.linear(f"{name}.up_proj", x)
         return self.linear(f"{name}.down_proj", gate * up)
 

@@ -2,6 +2,6 @@
 
 Invariant: nothing here knows about models or tensors; a token is an integer.
 
-In vLLM: vllm/transformers_utils/tokenizer.py and vllm/v1/engine/detokenizer.py.
+In vLLM: vllm/tokenizers/ and vllm/v1/engine/detokenizer.py.
 Source: appendix A2, "Text".
 """

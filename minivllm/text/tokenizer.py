@@ -1,151 +1,33 @@
 """Turn text and chats into token ids, and token ids back into bytes and text.
 
 The `tokenizers` library cuts and merges; here are the parts around it where engines
-go wrong: one BOS and never two, the chat template in a sandbox, the union of all EOS
-ids, and decoding by bytes.
+go wrong: one BOS and never two, the union of all EOS ids, and decoding by bytes.
 
 Invariant: `decode(ids)` is the UTF-8 text of the joined `token_bytes`, so that text
 can be streamed with at most three bytes held back. Nothing changes after
 construction, so threads may share one tokenizer. Called by the engine, the server
 and the command line.
 
-In vLLM: vllm/transformers_utils/tokenizer.py (transformers' tokenizers) and
-vllm/entrypoints/chat_utils.py.
+In vLLM: vllm/tokenizers/hf.py, CachedHfTokenizer, around transformers' tokenizers.
 Source: appendix A2, "Text".
 """
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.errors import ConfigError, CorruptFile, ModelNotFound, RequestError
-
-_NAMED_TOKENS = tuple(
-    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+from minivllm.text.chat_template import render_chat
+from minivllm.text.settings import (
+    named_tokens,
+    read_chat_templates,
+    read_eos,
+    read_settings,
+    unnamed_tokens,
 )
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return the 256 visible characters that stand for bytes in byte-level BPE.
-
-    The visible characters of Latin-1 stand for their own byte; the other bytes
-    (controls, spaces) take the characters from U+0100 on, in order. From GPT-2.
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = sorted(set(range(256)) - set(visible))
-    return {chr(byte): byte for byte in visible} | {
-        chr(256 + n): byte for n, byte in enumerate(hidden)
-    }
-
-
-_BYTE_OF = byte_alphabet()
-
-
-def _steps(component: Any) -> list[dict[str, Any]]:
-    """Return the steps of a part of a `tokenizer.json`, sequences laid flat."""
-
-    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
-        if state["type"] != "Sequence":
-            return [state]
-        parts = state.get("decoders") or state.get("processors") or []
-        return [step for part in parts for step in flat(part)]
-
-    # The library shows the settings of a part only in its pickled form, which is JSON.
-    return [] if component is None else flat(json.loads(component.__getstate__()))
-
-
-def _strips_a_space(step: dict[str, Any]) -> bool:
-    if step["type"] == "Metaspace":
-        return step.get("prepend_scheme") != "never"
-    return step["type"] == "Strip" and step["content"] == " " and step["start"] == 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spelling:
-    """How the tokens of a vocabulary spell bytes."""
-
-    byte_level: bool  # one visible character per byte
-    byte_fallback: bool  # tokens such as <0xF0> are one byte
-    strips_leading_space: bool  # encoding put one space before the text
-
-    @classmethod
-    def of(cls, decoder: Any) -> "Spelling":
-        """Read the spelling off the decoder of a `tokenizer.json`."""
-        steps = _steps(decoder)
-        names = {step["type"] for step in steps}
-        if not names & {"ByteLevel", "Metaspace", "Replace"}:
-            raise ConfigError(
-                f"tokenizer.json decodes with {sorted(names) or 'nothing'}, but only "
-                "byte-level and SentencePiece tokenizers are supported: use a model "
-                "of the Llama, Qwen or Gemma families"
-            )
-        return cls(
-            byte_level="ByteLevel" in names,
-            byte_fallback="ByteFallback" in names,
-            strips_leading_space=any(map(_strips_a_space, steps)),
-        )
-
-    def bytes_of(self, token: str) -> bytes:
-        """Return the bytes that a token stands for."""
-        if self.byte_level:
-            try:
-                return bytes([_BYTE_OF[character] for character in token])
-            except KeyError:  # an added token, kept as plain text
-                return token.encode()
-        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(match[1])
-        return token.replace("▁", " ").encode()
-
-
-def _content(token: Any) -> str | None:
-    """Return the text of a token that a settings file gives as a string or a dict."""
-    return token.get("content") if isinstance(token, Mapping) else token
-
-
-def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> token, for the code here and as variables of the template."""
-    extra = settings.get("extra_special_tokens")
-    named = {name: settings.get(name) for name in _NAMED_TOKENS}
-    named |= extra if isinstance(extra, Mapping) else {}
-    return {name: _content(token) for name, token in named.items() if token}
-
-
-def _extra_tokens(settings: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens that have no name."""
-    lists = (
-        settings.get("additional_special_tokens"),
-        settings.get("extra_special_tokens"),
-    )
-    return [_content(t) for tokens in lists if isinstance(tokens, list) for t in tokens]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, or an empty one where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CorruptFile(
-            f"{path} is no valid JSON ({error}): get the model's files again"
-        ) from error
-    if not isinstance(value, dict):
-        raise CorruptFile(
-            f"{path} holds a {type(value).__name__}, but must hold a JSON object: "
-            "get the model's files again"
-        )
-    return value
+from minivllm.text.spelling import Spelling, steps_of
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -160,50 +42,6 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         raise CorruptFile(
             f"{path} is no valid tokenizer ({error}): get the model's files again"
         ) from error
-
-
-def _read_eos(folder: Path) -> set[int]:
-    """Return the union of the EOS ids in the two configurations of the model."""
-    config = _read_json(folder / "config.json")
-    sources = {
-        "config.json": config,
-        "config.json (text_config)": config.get("text_config") or {},
-        "generation_config.json": _read_json(folder / "generation_config.json"),
-    }
-    eos: set[int] = set()
-    for name, source in sources.items():
-        value = source.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        for token_id in ids:
-            if type(token_id) is not int or token_id < 0:
-                raise ConfigError(
-                    f"eos_token_id in {name} is {value!r}, but must be a token id or "
-                    "a list of them: correct the file"
-                )
-        eos.update(ids)
-    return eos
-
-
-def _read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> template; a plain template is called "default"."""
-    value = settings.get("chat_template") or {}
-    if isinstance(value, str):
-        value = {"default": value}
-    try:
-        templates = (
-            {entry["name"]: entry["template"] for entry in value}
-            if isinstance(value, list)
-            else dict(value)
-        )
-        file = folder / "chat_template.jinja"
-        if file.is_file():
-            templates["default"] = file.read_text(encoding="utf-8")
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFile(
-            f"the chat template in {folder} cannot be read ({error!r}), since it is "
-            "neither text nor a list of names and templates: get the files again"
-        ) from error
-    return templates
 
 
 class Tokenizer:
@@ -233,7 +71,7 @@ class Tokenizer:
         self._backend = backend
         self.spelling = Spelling.of(backend.decoder)
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
-        self._named_tokens = _named_tokens(settings)
+        self._named_tokens = named_tokens(settings)
         self.special_token_ids = self._make_special(settings)
         self.bos_token_id = self._id_of("bos_token")
         own_eos = self._id_of("eos_token")
@@ -263,20 +101,17 @@ class Tokenizer:
             ConfigError: The kind of tokenizer, or a value in a file, is not supported.
         """
         folder = Path(folder)
-        settings = {
-            **_read_json(folder / "special_tokens_map.json"),
-            **_read_json(folder / "tokenizer_config.json"),
-        }
+        settings = read_settings(folder)
         return cls(
             _read_backend(folder / "tokenizer.json"),
             settings,
-            eos_token_ids=_read_eos(folder),
-            chat_templates=_read_chat_templates(folder, settings),
+            eos_token_ids=read_eos(folder),
+            chat_templates=read_chat_templates(folder, settings),
         )
 
     def _make_special(self, settings: Mapping[str, Any]) -> frozenset[int]:
         """Find the special tokens in raw text too, and return their ids."""
-        named = {*self._named_tokens.values(), *_extra_tokens(settings)}
+        named = {*self._named_tokens.values(), *unnamed_tokens(settings)}
         added = self._backend.get_added_tokens_decoder().values()
         missing = named - {token.content for token in added}
         self._backend.add_special_tokens(
@@ -300,7 +135,7 @@ class Tokenizer:
         overrules it, as in `transformers`.
         """
         before, after = [], []
-        for step in _steps(self._backend.post_processor):
+        for step in steps_of(self._backend.post_processor):
             if step["type"] != "TemplateProcessing":
                 continue
             side = before
@@ -425,20 +260,14 @@ class Tokenizer:
             ConfigError: The template itself is no valid Jinja.
         """
         variables = {
+            "documents": None,
             **self._named_tokens,
             **kwargs,
-            "messages": _check_messages(messages),
             "tools": list(tools) if tools else None,
-            "documents": kwargs.get("documents"),
             "add_generation_prompt": add_generation_prompt,
         }
-        template = _compile(self._choose_template(has_tools=bool(tools)))
-        try:
-            return template.render(variables)
-        except _TEMPLATE_FAILURES as error:
-            raise RequestError(
-                f"the chat template refused these messages: {error}"
-            ) from error
+        template = self._choose_template(has_tools=bool(tools))
+        return render_chat(template, messages, variables)
 
     def _choose_template(self, *, has_tools: bool) -> str:
         if has_tools and "tool_use" in self._chat_templates:
@@ -477,91 +306,3 @@ def _overrule(ids: list[int], token_id: int | None, flag: bool | None) -> list[i
     if not flag:
         return [other for other in ids if other != token_id]
     return ids if token_id in ids else [token_id]
-
-
-# What a template may raise on messages it does not expect: its own refusals
-# (raise_exception, undefined names, the sandbox) and slips of Python under it.
-_TEMPLATE_FAILURES = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-
-
-class _GenerationTag(Extension):
-    """Let `{% generation %}` pass, which marks answers in training templates."""
-
-    tags: ClassVar[set[str]] = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes HTML and everything that is not ASCII.
-    return json.dumps(value, **{"ensure_ascii": False, "indent": indent, **options})
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-@lru_cache(maxsize=32)
-def _compile(template: str) -> jinja2.Template:
-    """Compile a chat template in the environment that `transformers` defines."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"line {error.lineno} of the chat template is no valid Jinja: "
-            f"{error.message}; correct chat_template in the model's folder"
-        ) from error
-
-
-def _check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check the shape of a chat and return a copy without empty fields."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError(
-            f"messages is {messages!r}, but must be a list of at least one message "
-            'such as {"role": "user", "content": "Hello"}'
-        )
-    for n, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(
-                f"message {n} is a {type(message).__name__}, but must be a dict such "
-                'as {"role": "user", "content": "Hello"}'
-            )
-        if not isinstance(message.get("role"), str):
-            raise RequestError(
-                f"message {n} has the role {message.get('role')!r}, but must have a "
-                "string such as 'user', 'assistant' or 'system'"
-            )
-        content = message.get("content")
-        if content is None and not message.get("tool_calls"):
-            raise RequestError(
-                f"message {n} has no content: give it a string, or tool_calls"
-            )
-        if content is not None and not isinstance(content, (str, list)):
-            raise RequestError(
-                f"the content of message {n} is a {type(content).__name__}, but must "
-                "be a string or a list of parts"
-            )
-    # Templates print an explicit None as "None".
-    return [{k: v for k, v in m.items() if v is not None} for m in messages]

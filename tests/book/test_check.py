@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from bookkit import check
 
 ONE = np.array([[1.0, 2.0], [3.0, -4.0]])

@@ -12,8 +12,9 @@ import venv
 from pathlib import Path
 
 import pytest
-from build import build
 from nbformat import NotebookNode
+
+from build import build
 from project import HERE
 
 SOURCES = sorted(HERE.sources.glob("*.md"))

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
+
 from bookkit import check
 from build import build, read_source
 from exercises import Exercise, find_exercises, solution_of, stub_of
-from names import binds, changes, plain, reads
-from nbformat import NotebookNode
+from names import binds, changes, plain, reads, reads_later
 from project import HERE, BookError, Project
 from statements import IMPORTS, bound_names
 
@@ -24,19 +26,25 @@ def needed(cells: list[NotebookNode], exercises: list[Exercise]) -> set[int]:
     """Return the cells that must run for the exercises' checks to run.
 
     Found by following names backwards from the checks; the setup cell always counts.
+    What a function looks up is bound when it is called, perhaps in a later cell than
+    its own, so the way back is gone again until nothing is added.
     """
     own = {i for e in exercises for i in (e.solution, e.check, *e.wrong)}
     code = [i for i, cell in enumerate(cells) if cell.cell_type == "code"]
     imported = {name for i in code for name in imported_names(cells[i].source)}
-    found, names = {code[0]}, set()
-    for index in reversed(code[1:]):
-        cell = cells[index]
-        bound = binds(cell.source)
-        if index in own:
-            names |= reads(cell.source)
-        elif names & (bound | (changes(cell.source) - imported)):
-            found.add(index)
-            names = (names - bound) | reads(cell.source)
+    found, size = {code[0]}, 0
+    while len(found) > size:
+        size = len(found)
+        later = {name for i in found | own for name in reads_later(cells[i].source)}
+        names: set[str] = set()
+        for index in reversed(code[1:]):
+            source = cells[index].source
+            bound = binds(source)
+            if index in own:
+                names |= reads(source)
+            elif (names | later) & (bound | (changes(source) - imported)):
+                found.add(index)
+                names = (names - bound) | reads(source)
     return found
 
 
@@ -266,10 +274,9 @@ def test_an_exercise_that_is_not_complete_is_refused(
 
 def test_a_name_that_a_later_cell_binds_itself_may_be_reused(project: Project):
     source = project.sources / "01_pairs.md"
-    cell = (
-        "```{code-cell}\nnum_additions = 1\n```\n\n```{code-cell}\nnum_additions\n```"
-    )
-    source.write_text(source.read_text() + cell)
+    for code in ("num_additions = 1\nnum_additions", "num_additions"):
+        cell = f"\n```{{code-cell}}\n{code}\n```\n"
+        source.write_text(source.read_text() + cell)
     build(source, project)
 
 
@@ -288,6 +295,19 @@ def test_the_reader_sees_stub_check_and_solution_in_this_order(project: Project)
     assert places == sorted(places)
     assert "left + right" not in text and "{{" not in text.replace("f{{", "")
     assert text.count("<details>") == text.count("</details>") == 2
+
+
+def test_a_function_finds_what_a_later_cell_defines():
+    sources = [
+        "# {{setup}}",
+        "def f():\n    return LIMIT",
+        "OTHER = 1",
+        "LIMIT = 2",
+        "# exercise 1.1\nx = 1",
+        'check.answer("1.1", x, f(), "x")',
+    ]
+    cells = [new_code_cell(source) for source in sources]
+    assert needed(cells, [Exercise("1.1", 4, [], 5)]) == {0, 1, 3}
 
 
 def test_only_the_cells_that_an_exercise_needs_are_run():

@@ -2,8 +2,9 @@
 
 import json
 
-import export
 import pytest
+
+import export
 from imports import check_imports
 from merge import Kernel, Module, Origin
 from project import HERE, BookError, Project
@@ -69,9 +70,9 @@ def test_imports_gather_and_useless_ones_go():
 
 
 def test_an_init_file_keeps_its_imports():
-    built = module("from minivllm.x import y")
+    built = module("from math import pi\nfrom minivllm.x import y")
     text = export.ruff("minivllm/__init__.py", built.render())
-    assert "from minivllm.x import y" in text
+    assert "from math import pi\n\nfrom minivllm.x import y" in text
 
 
 def test_type_checking_blocks_are_joined():

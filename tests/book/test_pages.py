@@ -84,7 +84,7 @@ def sizes_of(spec: ModelSpec) -> dict[str, int]:
 
 def test_the_notation_has_every_size_of_the_default_model(spec: ModelSpec) -> None:
     table = rows(section(page("notation"), "Sizes"))
-    written = {name.strip("`"): value.replace(",", "") for _, name, _, value in table}
+    written = {name.strip("`"): value.replace(",", "") for name, _, value in table}
     sizes = sizes_of(spec)
     assert len(sizes) > 6
     for name, value in sizes.items():
@@ -94,9 +94,8 @@ def test_the_notation_has_every_size_of_the_default_model(spec: ModelSpec) -> No
 def test_the_notation_has_every_weight_with_its_shape(spec: ModelSpec) -> None:
     shapes = spec.weight_shapes()
     named = set()
-    for letter, names, shape in rows(section(page("notation"), "Weights")):
-        if letter == "letter":
-            continue
+    _, *table = rows(section(page("notation"), "Weights"))
+    for names, shape, _ in table:
         first, *others = re.findall(r"`([\w.]+)`", names)
         stem = first.rsplit(".", 2)[0]
         for name in (first, *(complete(other, stem, shapes) for other in others)):
@@ -105,6 +104,19 @@ def test_the_notation_has_every_weight_with_its_shape(spec: ModelSpec) -> None:
             named.add(name)
     of_one_layer = {name for name in shapes if not re.search(r"layers\.[1-9]", name)}
     assert named == of_one_layer
+
+
+def test_the_notation_has_the_letters_of_chapter_1() -> None:
+    chapter = (BOOK / "src" / "01_naive_generation.md").read_text()
+    table = section(page("notation"), "Letters")
+    known = set(re.findall(r"\$(\\?\w+)\$", table))
+    formulas = re.findall(r"\$\$(.+?)\$\$", chapter, re.S)
+    assert len(formulas) >= 3
+    for formula in formulas:
+        greek = re.findall(r"\\(?:theta|varepsilon)\b", formula)
+        latin = re.sub(r"\\(?:operatorname|tag)\{.+?\}|\\[a-z]+", " ", formula)
+        letters = greek + re.findall(r"[a-zA-Z]", latin)
+        assert set(letters) <= known, formula
 
 
 def complete(name: str, stem: str, shapes: dict[str, tuple[int, ...]]) -> str:
@@ -127,11 +139,19 @@ def test_the_glossary_is_in_order() -> None:
     assert terms == sorted(terms)
 
 
-def test_the_glossary_explains_the_words_of_chapter_1() -> None:
-    wanted = (
-        "token vocabulary logits embedding RMSNorm RoPE head greedy prefill SwiGLU"
-    ).split()
-    assert {*wanted, "grouped-query attention", "causal mask"} <= set(glossary())
+WANTED = """
+attention · atomic write · bfloat16 · bias · block · causal mask · chat template ·
+context · decoder · dense context · embedding · float32 · FLOP/s · GGUF · greedy ·
+grouped-query attention · head · hidden state · induction head · key · KV cache ·
+layer · logits · MLP · NaN · oracle · parameter · perplexity · prefill · prefix ·
+projection · prompt · quantised · query · residual stream · RMSNorm · RoPE ·
+safetensors · score · softmax · special token · SwiGLU · temperature · tensor · token ·
+token id · tokenizer · value · vocabulary · weight · wheel
+"""
+
+
+def test_the_glossary_explains_the_words_of_the_chapters() -> None:
+    assert {" ".join(term.split()) for term in WANTED.split("·")} <= set(glossary())
 
 
 @pytest.mark.parametrize(("term", "text"), glossary().items())
@@ -308,7 +328,7 @@ def test_the_commands_in_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_program_in_how_to_read_answers(
     smollm2_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", page("how_to_read"), re.S)
+    program, _ = re.findall(r"```python\n(.*?)```", page("how_to_read"), re.S)
     shorter = program.replace(" 32,", " 3,")
     assert shorter != program
     before = set(sys.modules)

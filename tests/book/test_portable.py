@@ -81,6 +81,12 @@ def test_an_alert_becomes_an_admonition_of_its_kind(build: Build) -> None:
         ),
         ("**Why not 7?** Think.", "Why not 7?", "Think."),
         ("**What vLLM does**\n> It waits.", "What vLLM does", "It waits."),
+        (
+            "**What vLLM does** (0.32.0). It waits.",
+            "What vLLM does (0.32.0)",
+            "It waits.",
+        ),
+        ("**vLLM** (0.32.0) waits.", "Tip", "vLLM (0.32.0) waits."),
         ("**vLLM** waits.", "Tip", "vLLM waits."),
     ],
 )

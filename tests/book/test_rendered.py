@@ -20,8 +20,9 @@ import pytest
 pytest.importorskip("jupyter_book", reason="the book's packages are not installed")
 
 import yaml
-from browser import Browser, find_chromium
 from bs4 import BeautifulSoup, Tag
+
+from browser import Browser, find_chromium
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text())
@@ -229,6 +230,16 @@ def test_every_picture_says_what_it_shows(articles: dict[str, Tag]) -> None:
     assert not silent
 
 
+def test_no_box_says_its_title_twice(articles: dict[str, Tag]) -> None:
+    for name, article in articles.items():
+        for box in article.select(".mv-alert"):
+            title, text = (part.get_text(" ", strip=True) for part in box("p")[:2])
+            assert title.split(" (")[0] not in text[: len(title) + 9], name
+            above = box.find_previous_sibling()
+            if above is not None and above.name in ("h2", "h3"):
+                assert title != above.get_text().rstrip("#"), f"{name}: {title}"
+
+
 def test_no_raw_markup_is_left(articles: dict[str, Tag]) -> None:
     marks = re.compile(
         r"\[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]|\{\{|</?details|</?summary"
@@ -311,6 +322,86 @@ GLARING = """
   })
   .map(tag => tag.outerHTML.slice(0, 120))
 """
+
+
+# A piece of text output that a reader must scroll to see, though it could be wrapped.
+CUT_OFF = """
+[...document.querySelectorAll(".cell_output :not(.mv-columns) > .highlight > pre")]
+  .filter(tag => tag.scrollWidth > tag.clientWidth)
+  .map(tag => tag.textContent.slice(0, 120))
+"""
+COLUMNS = """
+[...document.querySelectorAll(".cell_output .mv-columns pre")].map(tag => {
+  const range = document.createRange();
+  range.selectNodeContents(tag);
+  const line = parseFloat(getComputedStyle(tag).lineHeight);
+  const lines = tag.textContent.trimEnd().split("\\n").length;
+  return [Math.round(range.getBoundingClientRect().height / line), lines];
+})
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_printed_text_is_wrapped_and_printed_columns_are_not(
+    browser: Browser, html: Path, chapter: str, width: int
+) -> None:
+    browser.open((html / f"{chapter}.html").as_uri(), width=width)
+    assert browser.run(CUT_OFF) == []
+    assert all(shown <= lines for shown, lines in browser.run(COLUMNS))
+
+
+def test_some_printed_columns_are_recognised(articles: dict[str, Tag]) -> None:
+    assert articles["chapters/01_naive_generation"].select(".mv-columns")
+
+
+# Formulas that a scrolled box cannot bring into view: cut off on either side.
+UNREACHABLE = """
+[...document.querySelectorAll(".bd-article div.math")].filter(box => {
+  const { overflowX } = getComputedStyle(box);
+  const formula = box.querySelector("mjx-container svg").getBoundingClientRect();
+  const frame = box.getBoundingClientRect();
+  box.scrollLeft = 1e6;
+  const scrolled = box.querySelector("mjx-container svg").getBoundingClientRect();
+  return formula.left < frame.left - 1 || scrolled.right > frame.right + 1
+    || (box.scrollLeft > 0 && overflowX !== "auto");
+}).map(box => box.textContent.slice(0, 80))
+"""
+# MathJax gives a formula with a number the width that it needs at least.
+WIDEN = """
+document.querySelectorAll(".bd-article div.math mjx-container")
+  .forEach(formula => formula.style.minWidth = "900px")
+"""
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_formula_fits_a_phone_or_scrolls_in_its_own_box(
+    browser: Browser, html: Path, chapter: str
+) -> None:
+    browser.open((html / f"{chapter}.html").as_uri(), width=390)
+    assert browser.run(UNREACHABLE) == []
+    browser.run(WIDEN)
+    assert browser.run(UNREACHABLE) == []
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_the_table_of_exports_leaves_room_for_what_a_file_does(
+    browser: Browser, html: Path, chapter: str
+) -> None:
+    browser.open((html / f"{chapter}.html").as_uri(), width=1280)
+    widths = browser.run("""
+        [...document.querySelectorAll("table.mv-exports thead th")]
+          .map(head => head.getBoundingClientRect().width)
+    """)
+    file, _, purpose = widths
+    assert file < 220 < 240 < purpose
+    browser.open((html / f"{chapter}.html").as_uri(), width=390)
+    table, frame = browser.run("""
+        ["table.mv-exports", ".bd-article"]
+          .map(selector => document.querySelector(selector).scrollWidth)
+    """)
+    assert table <= frame
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)

@@ -2,11 +2,12 @@
 
 import nbformat
 import pytest
+from nbformat import NotebookNode
+
 import run
 import tidy
 from build import build
 from export import TARGET
-from nbformat import NotebookNode
 from project import HERE, BookError, Project
 
 EXPORTED = """\
@@ -130,6 +131,7 @@ def test_an_unknown_chapter_is_refused(
 
 
 def test_the_same_source_gives_the_same_notebook(project: Project):
+    edit(project, "## Summary", "```{code-cell}\nprint(add(1, 2))\n```\n\n## Summary")
     source = project.sources / "01_pairs.md"
     one, two = (build(source, project) for _ in range(2))
     assert nbformat.writes(one) == nbformat.writes(two)

