@@ -11,8 +11,10 @@ from minivllm.models.spec import ModelSpec
 def softmax(scores: np.ndarray) -> np.ndarray:
     """Turn scores into shares with sum one, over the last axis."""
     # Without the shift exp() overflows at 89; the quotient stays the same.
-    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+    shares = scores - scores.max(axis=-1, keepdims=True)
+    np.exp(shares, out=shares)  # in place: a new array costs more than its numbers
+    shares /= shares.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def attention_weights(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
@@ -34,10 +36,11 @@ def attention_weights(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
     assert num_queries <= num_keys, f"{num_queries} queries for {num_keys} keys"
     k = k.repeat(num_heads // num_kv_heads, axis=1)
     # [heads, queries, dim] @ [heads, dim, keys] -> [heads, queries, keys]
-    scores = q.transpose(1, 0, 2) @ k.transpose(1, 2, 0) * scale
+    scores = (q * np.float32(scale)).transpose(1, 0, 2) @ k.transpose(1, 2, 0)
     query_positions = np.arange(num_keys - num_queries, num_keys)
-    is_visible = np.arange(num_keys) <= query_positions[:, None]
-    return softmax(np.where(is_visible, scores, np.float32(-np.inf)))
+    is_ahead = np.arange(num_keys) > query_positions[:, None]
+    scores[:, is_ahead] = -np.inf
+    return softmax(scores)
 
 
 def causal_attention(
