@@ -13,7 +13,6 @@ from project import HERE, BookError, Project
 EXPORTED = """\
 | file | names | what it does |
 |---|---|---|
-| [`minivllm/__init__.py`]({0}/__init__.py) | (none) | The package of the sample. |
 | [`minivllm/pairs.py`]({0}/pairs.py) | `add` | Adds two numbers. |"""
 
 

@@ -99,6 +99,12 @@ def test_the_naive_loop_writes_that_text(decoder, continuations):
     assert generate_naive(decoder, prompt_ids, 12) == expected[:12]
 
 
+@pytest.mark.slow
+def test_the_naive_loop_writes_all_ten_texts_to_their_end(decoder, continuations):
+    for prompt_ids, expected in continuations:
+        assert generate_naive(decoder, prompt_ids, 64) == expected
+
+
 def test_bfloat16_stays_near_float32(smollm2_dir, tokenizer):
     token_ids = tokenizer.encode(" ".join(PROMPTS))
     exact = all_logits(
