@@ -2,7 +2,7 @@
 
 A layer hands its new queries, keys and values to the context and gets the attended
 values back. It never knows whether the keys of earlier tokens were recomputed, cached
-in one strip, or scattered over blocks: later chapters change the context only.
+in one strip, or scattered over blocks: chapters 2 and 3 change the context only.
 
 In vLLM: vllm/model_executor/layers/attention/attention.py (Attention), whose metadata
 travels in a global (vllm/forward_context.py); here it is an argument.

@@ -328,7 +328,7 @@ def test_a_block_shows_the_shapes_and_counts_of_the_spec():
         )
     shapes = spec.weight_shapes()
     of_block = sum(np.prod(s) for n, s in shapes.items() if n.startswith("layers.4."))
-    assert f"{of_block:,} parameters in a block, 5 blocks" in text
+    assert f"{of_block:,} parameters in a layer, 5 layers" in text
     assert figure.body.count("mv-head-q") == 6 and figure.body.count("mv-head-kv") == 2
 
 

@@ -111,15 +111,14 @@ def block(spec: Any) -> Figure:
     draw.arrow(length=20)
     total = sum(prod(s) for n, s in draw.shapes.items() if n.startswith("layers.0."))
     draw.svg.text(
-        _MIDDLE, draw.y + 13, f"hidden_states {flow}, to the next block", size=12.5
+        _MIDDLE, draw.y + 13, f"hidden_states {flow}, to the next layer", size=12.5
     )
-    summary = f"{total:,} parameters in a block, {spec.num_layers} blocks"
+    summary = f"{total:,} parameters in a layer, {spec.num_layers} layers"
     note = (
         f'<p class="mv-note"><b>{summary}.</b> n is the number of tokens. '
-        "Shaded boxes hold weights, the others only compute. The ochre line is the "
-        "residual: what came in is added to what comes out.</p>"
+        "Shaded boxes hold weights, the others only compute.</p>"
     )
-    head = f"one decoder block of {spec.architecture}: {summary}"
+    head = f"one layer of {spec.architecture}: {summary}"
     text = "\n".join([head, f"  hidden_states {flow}", *draw.lines])
     alt = (
         head + ". From top to bottom: " + "; ".join(s.strip() for s in draw.lines) + "."

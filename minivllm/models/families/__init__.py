@@ -4,7 +4,7 @@ A family is data and one small function; adding one means adding a file here and
 entry to FAMILIES.
 
 In vLLM: vllm/model_executor/models/registry.py.
-Source: chapter 1, "Naive generation".
+Source: appendix A3, "Loading".
 """
 
 from collections.abc import Mapping

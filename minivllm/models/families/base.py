@@ -1,6 +1,6 @@
 """What a family of checkpoints must say about itself.
 
-Source: chapter 1, "Naive generation".
+Source: appendix A3, "Loading".
 """
 
 import math

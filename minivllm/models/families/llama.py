@@ -1,6 +1,6 @@
 """The Llama family: Llama 2 and 3, SmolLM2, and whatever else copies their shape.
 
-Source: chapter 1, "Naive generation".
+Source: appendix A3, "Loading".
 """
 
 from collections.abc import Mapping
