@@ -6,14 +6,13 @@ faster one: it keeps nothing between two tokens, so nothing can go stale.
 Source: chapter 1, "Naive generation".
 """
 
-import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from minivllm.errors import RequestError
+from minivllm.errors import MinivllmError, RequestError
 from minivllm.models.spec import ModelSpec
 
 
@@ -30,8 +29,16 @@ class NextTokenModel(Protocol):
 def pick_token(
     logits: np.ndarray, temperature: float, random: np.random.Generator
 ) -> int:
-    """Return the best token at temperature 0, else draw from softmax(logits / t)."""
-    assert not np.isnan(logits).any(), "the model computed NaN"
+    """Return the best token at temperature 0, else draw from softmax(logits / t).
+
+    Raises:
+        MinivllmError: The model has computed NaN or infinity.
+    """
+    if not np.isfinite(logits.max()):
+        raise MinivllmError(
+            f"the largest logit is {logits.max()}, but must be finite: compute in "
+            "float32 or bfloat16, or fetch the weights again if they are damaged"
+        )
     if temperature == 0:
         return int(logits.argmax())
     # The largest of logits / t + Gumbel noise is a draw from the softmax (chapter 5).
@@ -87,10 +94,10 @@ def check_request(
             f"{spec.max_position_embeddings}: shorten the prompt to {room} tokens or "
             "ask for fewer"
         )
-    if not (math.isfinite(temperature) and temperature >= 0):
+    if not (isinstance(temperature, int | float) and 0 <= temperature <= 1e6):
         raise RequestError(
-            f"temperature is {temperature}, but must be a number of at least 0 "
-            "(0 is greedy)"
+            f"temperature is {temperature!r}, but must be a number from 0 (greedy) to "
+            "1,000,000 (blind)"
         )
     return token_ids
 

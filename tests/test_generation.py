@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minivllm.errors import RequestError
+from minivllm.errors import MinivllmError, RequestError
 from minivllm.generation import generate_naive, stream_naive
 from minivllm.models.spec import ModelSpec, RopeSpec
 
@@ -99,13 +99,15 @@ def test_a_low_temperature_is_not_yet_greedy():
     assert len(set(tokens)) > 1
 
 
-def test_logits_that_are_no_numbers_are_never_a_token():
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_no_numbers_are_never_a_token(value, temperature):
     class Broken(Counting):
         def next_token_logits(self, token_ids):
-            return np.full(8, np.nan, dtype=np.float32)
+            return np.full(8, value, dtype=np.float32)
 
-    with pytest.raises(AssertionError, match="NaN"):
-        generate_naive(Broken(), [0], 1)
+    with pytest.raises(MinivllmError, match="must be finite"):
+        generate_naive(Broken(), [0], 1, temperature=temperature)
 
 
 @pytest.mark.parametrize("kind", [np.array, tuple, iter, lambda p: map(np.uint8, p)])
@@ -154,6 +156,8 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
         ([0], 1, -0.5, "temperature is -0.5"),
         ([0], 1, float("nan"), "temperature is nan"),
         ([0], 1, float("inf"), "temperature is inf"),
+        ([0], 1, 10**400, "temperature is 1000"),
+        ([0], 1, "hot", "temperature is 'hot'"),
     ],
 )
 def test_the_impossible_is_refused_at_the_call(prompt, count, temperature, message):

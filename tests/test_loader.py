@@ -93,6 +93,26 @@ def test_stored_types_are_kept_by_torch_and_widened_by_numpy(tmp_path, tensors, 
     np.testing.assert_array_equal(array, rounded.float().numpy())
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"), [("bfloat16", "bfloat16"), (None, "float32")]
+)
+def test_auto_takes_the_type_in_the_config_before_a_mixture_in_the_files(
+    tmp_path, tensors, said, expected
+):
+    # As many checkpoints are stored: matrices in 16 bits, norms in 32.
+    halves = {name: array for name, array in tensors.items() if array.ndim == 2}
+    names = {**dict.fromkeys(tensors, "norms"), **dict.fromkeys(halves, "matrices")}
+    files = {name: f"{part}.safetensors" for name, part in names.items()}
+    tmp_path.joinpath("config.json").write_text(json.dumps(CONFIG | {"dtype": said}))
+    write_safetensors(tmp_path / "matrices.safetensors", halves, "BF16")
+    norms = {name: tensors[name] for name in tensors.keys() - halves.keys()}
+    write_safetensors(tmp_path / "norms.safetensors", norms, "F32")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    model = load_model(tmp_path)
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, expected)}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_dtype_that_was_asked_for_is_the_dtype_of_every_weight(
     tmp_path, tensors, dtype

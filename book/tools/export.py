@@ -28,7 +28,7 @@ from typing import Any
 
 from imports import check_imports
 from merge import Kernel, Module, Origin
-from project import HERE, BookError, Project, chapter_name
+from project import HERE, BookError, Project, build_key, chapter_name
 
 TARGET = re.compile(r"# (minivllm/[\w/]+\.py|kernels/[\w/]+\.(?:cu|cuh|h|cpp))\n")
 HANDWRITTEN = {"minivllm/py.typed"}
@@ -39,11 +39,12 @@ def export(project: Project, until: str | None = None) -> dict[str, str]:
 
     Args:
         project: the checkout whose `chapters/` are read.
-        until: stop after the first notebook whose name starts so, such as "03".
+        until: stop after the notebook whose name starts so, such as "03", and after
+            the appendices that follow it.
     """
     files: dict[str, Module | Kernel] = {}
     built: dict[str, set[str]] = {}
-    for notebook in project.build_order():
+    for notebook in up_to(project.build_order(), until):
         cells = json.loads(notebook.read_text())["cells"]
         for cell in cells:
             if cell["cell_type"] != "code":
@@ -54,12 +55,21 @@ def export(project: Project, until: str | None = None) -> dict[str, str]:
                 raise BookError(f"{where(notebook, cell)}: {error}") from error
             if path:
                 built[path] = files[path].names()
-        if until and notebook.name.startswith(until):
-            break
-    else:
-        if until:
-            raise BookError(f"no chapter starts with {until}")
     return {path: text_of(path, files[path]) for path in sorted(files)}
+
+
+def up_to(notebooks: list[Path], until: str | None) -> list[Path]:
+    """Cut the build order behind a notebook and, for a chapter, its appendices."""
+    if not until:
+        return notebooks
+    found = [i for i, path in enumerate(notebooks) if path.name.startswith(until)]
+    if not found:
+        raise BookError(f"no chapter starts with {until}")
+    last = found[0]
+    number, is_appendix = build_key(notebooks[last].stem, notebooks[last])
+    if is_appendix:
+        return notebooks[: last + 1]
+    return [path for path in notebooks if build_key(path.stem, path)[0] <= number]
 
 
 def where(notebook: Path, cell: dict[str, Any]) -> str:

@@ -55,6 +55,7 @@ class Module:
     docstring: Unit | None = None
     imports: dict[str, None] = field(default_factory=dict)  # an ordered set
     type_imports: dict[str, None] = field(default_factory=dict)
+    imported: dict[str, tuple[str | None, str]] = field(default_factory=dict)
     units: list[Unit] = field(default_factory=list)
     chapters: dict[str, None] = field(default_factory=dict)
 
@@ -74,7 +75,7 @@ class Module:
         fresh = []
         for unit in units:
             if isinstance(unit.node, IMPORTS):
-                self.imports[unit.text] = None
+                self._add_import(unit)
             elif is_type_checking(unit.node):
                 self.type_imports |= dict.fromkeys(type_imports(unit))
             elif isinstance(unit.node, ast.AugAssign):
@@ -86,6 +87,17 @@ class Module:
         num_replaced += merge(self.units, fresh, origin)
         if origin.replaces and not num_replaced:
             raise BookError("the cell is tagged `replaces`, but replaces nothing")
+
+    def _add_import(self, unit: Unit) -> None:
+        """Gather an import; one name cannot stand for two things in one file."""
+        for alias in unit.node.names:
+            name = alias.asname or alias.name
+            source = (getattr(unit.node, "module", None), alias.name)
+            if self.imported.setdefault(name, source) != source:
+                raise BookError(
+                    f"{name} is imported from two places in one file: rename one"
+                )
+        self.imports[unit.text] = None
 
     def _known(self, key: str) -> Unit:
         for unit in self.units:

@@ -10,7 +10,7 @@ Source: appendix A3, "Loading".
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from minivllm.errors import BackendUnavailable, ConfigError
+from minivllm.errors import BackendUnavailable, ConfigError, CorruptFile
 from minivllm.json_files import read_json
 from minivllm.loading.checkpoint import (
     DTYPES,
@@ -81,29 +81,38 @@ def torch_decoder(
             f"the torch backend needs PyTorch ({error}): install minivllm[torch], or "
             "use the numpy backend"
         ) from error
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     from minivllm.models.decoder import Decoder
 
-    stored_dtype = DTYPES[tensors["embed_tokens.weight"].dtype]
     if dtype not in ("auto", *DTYPES.values()):
         raise ConfigError(
             f"dtype is {dtype!r}, but must be one of auto, {', '.join(DTYPES.values())}"
         )
-    options = {
-        "dtype": getattr(torch, stored_dtype if dtype == "auto" else dtype),
-        "device": choose_device(device),
-    }
+    if dtype == "auto":
+        dtype = choose_dtype(spec, tensors)
+    options = {"dtype": getattr(torch, dtype), "device": choose_device(device)}
     weights = {}
     for path, names in by_file(tensors).items():
-        with safe_open(path, framework="pt") as file:
-            for name, stored in names.items():
-                # A copy, even on the CPU: what safe_open returns is the file itself,
-                # and would change or crash with it.
-                weights[name] = file.get_tensor(stored).to(**options, copy=True)
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name, stored in names.items():
+                    # A copy, even on the CPU: what safe_open returns is the file
+                    # itself, and would change or crash with it.
+                    weights[name] = file.get_tensor(stored).to(**options, copy=True)
+        except SafetensorError as error:
+            raise CorruptFile(
+                f"{path} cannot be read ({error}): fetch it again"
+            ) from error
     decoder = Decoder(spec)
     decoder.load_weights(weights)
     return decoder
+
+
+def choose_dtype(spec: ModelSpec, tensors: dict[str, StoredTensor]) -> str:
+    """Return what the config says, else the stored type, else float32."""
+    stored = {DTYPES[tensor.dtype] for tensor in tensors.values()}
+    return spec.dtype or (stored.pop() if len(stored) == 1 else "float32")
 
 
 def choose_device(device: str) -> "torch.device":
@@ -151,8 +160,9 @@ def load_model(
     Args:
         folder: A model in the Hugging Face layout, as `resolve_model` returns it.
         backend: "torch", or "numpy" (float32 on the CPU; never imports torch).
-        dtype: "float32", "bfloat16", "float16", or "auto": as the weights are stored
-            with torch, float32 with numpy.
+        dtype: "float32", "bfloat16", "float16", or "auto": with torch what config.json
+            says, else the type of the stored weights (float32 if they differ); float32
+            with numpy.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto": the GPU if torch sees one.
 
     Returns:

@@ -81,6 +81,11 @@ class ModelSpec:
                     f"{name} is {value!r}, but must be an integer of at least 1: "
                     "mend config.json"
                 )
+        if self.num_layers > 10_000:
+            raise ConfigError(
+                f"num_layers is {self.num_layers}, but 10,000 is the limit: mend "
+                "config.json"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key "

@@ -321,8 +321,24 @@ def test_appendices_come_after_the_chapter_they_follow(small: Project):
 def test_until_stops_after_a_notebook(small: Project):
     assert list(export.export(small, until="a1")) == ["minivllm/__init__.py"]
     assert len(export.export(small)) == 2
+    put(
+        small,
+        "a2_last",
+        cell('# minivllm/b.py\n"""B."""\n\ny = 1', "export"),
+        follows=1,
+    )
+    put(small, "02_two", cell('# minivllm/c.py\n"""C."""\n\nz = 1', "export"))
+    as_of_1 = ["minivllm/__init__.py", "minivllm/a.py", "minivllm/b.py"]
+    assert list(export.export(small, until="01")) == as_of_1  # with its appendix
     with pytest.raises(BookError, match="no chapter starts with 07"):
         export.export(small, until="07")
+
+
+def test_a_name_cannot_be_imported_from_two_places():
+    module = Module()
+    module.add("import os\n\nA = os.sep", Origin("chapter 1", False))
+    with pytest.raises(BookError, match="os is imported from two places"):
+        module.add("from a import os\n\nB = os", Origin("chapter 1", False))
 
 
 def test_a_notebook_out_of_order_cannot_be_merged(small: Project):

@@ -3,7 +3,6 @@
 Source: appendix A3, "Loading".
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ def positive(
     value = config.get(key)
     value = default if value is None else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
+    if not is_number or not 0 < value < 2**63:
         raise ConfigError(
             f"{key} is {value!r} in config.json, but must be a positive number: fetch "
             "the model's own file"

@@ -33,7 +33,7 @@ def read_rope(config: Mapping[str, Any]) -> RopeSpec:
             f"{names[0]} is {rope!r} in config.json: it must be an object"
         )
     kind = rope.get("rope_type", rope.get("type")) or "default"
-    if kind not in ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ConfigError(
             f"rope scaling {kind!r} is not supported, but default and llama3 are: "
             "choose another model"
@@ -48,6 +48,8 @@ def read_rope(config: Mapping[str, Any]) -> RopeSpec:
         )
     place = rope if "rope_theta" in rope else config
     theta = float(positive(place, "rope_theta", 10_000.0))
+    if theta < 1:
+        raise ConfigError(f"rope_theta is {theta}, but must be at least 1")
     if kind == "llama3":
         values = {key: positive(rope, key) for key in LLAMA3_KEYS}
         outer = config.get("original_max_position_embeddings")
