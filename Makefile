@@ -9,6 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 TORCH ?= $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 TORCH_ARGS ?=
 PROMPT ?= Why is the sky blue?
+export PROMPT_TEXT := $(value PROMPT)
 CHAPTERS ?=
 PORT ?= 8000
 WORKERS ?= 2
@@ -33,10 +34,10 @@ help:  ## list the commands
 	read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 demo: .venv/package.stamp  ## install, fetch the default model, answer a question
-	$(BIN)/python -m minivllm generate "$(PROMPT)"
+	$(BIN)/python -m minivllm generate -- "$$PROMPT_TEXT"
 
 test: check  ## install the test extras, then run what CI runs
-	$(BIN)/jupyter-book build . -W --keep-going -q
+	$(BIN)/jupyter-book build . --all -W --keep-going -q
 	$(TESTING) BOOK_HTML="$(CURDIR)/$(BOOK)" $(BIN)/python -m pytest -q -n $(WORKERS) \
 		--dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
 		--nbval-sanitize-with book/tools/nbval.cfg chapters tests
@@ -54,8 +55,9 @@ check: .venv/test.stamp  ## lint; are sources, notebooks and package in step?
 chapters: .venv/test.stamp  ## run the chapters and export the package (CHAPTERS="01 a3")
 	$(BIN)/python book/tools/run.py $(CHAPTERS)
 
+# --all, since a page from the last build would not warn again.
 book: .venv/book.stamp  ## build the book as HTML
-	$(BIN)/jupyter-book build . -W --keep-going -q
+	$(BIN)/jupyter-book build . --all -W --keep-going -q
 	@echo "The book: $(CURDIR)/$(BOOK)/index.html"
 
 serve-book: book  ## build the book and serve it on this machine (PORT=8000)
@@ -84,6 +86,7 @@ clean-all: clean  ## remove .venv, too
 	@sed '/^torch==/d' requirements.txt > $@
 
 .venv/package.stamp: pyproject.toml .venv/constraints.txt
+	@echo "installing the package into .venv: half a minute"
 	$(PIP) install -q -c .venv/constraints.txt -e .
 	@touch $@
 

@@ -87,12 +87,15 @@ def check_request(
         )
     num_tokens = len(token_ids) + max_new_tokens
     if num_tokens > spec.max_position_embeddings:
-        room = max(spec.max_position_embeddings - max_new_tokens, 0)
+        limit = spec.max_position_embeddings
+        ways = {
+            "shorten the prompt to {} tokens": limit - max_new_tokens,
+            "ask for at most {} new ones": limit - len(token_ids),
+        }
         raise RequestError(
             f"{len(token_ids)} prompt tokens and {max_new_tokens} new ones are "
-            f"{num_tokens}, but the model was trained for "
-            f"{spec.max_position_embeddings}: shorten the prompt to {room} tokens or "
-            "ask for fewer"
+            f"{num_tokens}, but the model was trained for {limit}: "
+            + " or ".join(way.format(n) for way, n in ways.items() if n > 0)
         )
     if not (isinstance(temperature, int | float) and 0 <= temperature <= 1e6):
         raise RequestError(

@@ -151,8 +151,14 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
         (np.zeros((2, 2), dtype=int), 1, 0.0, "holds array"),
         ([0], 0, 0.0, "max_new_tokens is 0"),
         ([0], 2.5, 0.0, "max_new_tokens is 2.5"),
-        ([0], 20, 0.0, "shorten the prompt to 0 tokens"),
-        ([0] * 10, 7, 0.0, "10 prompt tokens and 7 new ones are 17, .* 16: .* to 9"),
+        ([0], 20, 0.0, "trained for 16: ask for at most 15 new ones$"),
+        (
+            [0] * 10,
+            7,
+            0.0,
+            "10 prompt tokens and 7 new ones are 17, .* 16: shorten the prompt to 9 "
+            "tokens or ask for at most 6 new ones$",
+        ),
         ([0], 1, -0.5, "temperature is -0.5"),
         ([0], 1, float("nan"), "temperature is nan"),
         ([0], 1, float("inf"), "temperature is inf"),

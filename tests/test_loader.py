@@ -340,6 +340,6 @@ def test_a_device_that_is_not_there_is_unavailable(tmp_path, tensors):
 def test_without_torch_its_backend_says_what_to_install(tmp_path, tensors, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     folder = write_checkpoint(tmp_path, tensors)
-    with pytest.raises(BackendUnavailable, match=r"install minivllm\[torch\]"):
+    with pytest.raises(BackendUnavailable, match="install torch"):
         load_model(folder)
     assert load_model(folder, backend="numpy").next_token_logits([1]).shape == (20,)

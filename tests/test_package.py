@@ -83,6 +83,12 @@ def test_the_installed_command_answers(fresh_python, tmp_path):
     assert run(*module, *arguments, cwd=tmp_path) == " blué!\n"
 
 
+def test_the_package_is_found_from_the_folder_above_a_clone(tmp_path):
+    (tmp_path / "minivllm").mkdir()  # the clone, with the package one level deeper
+    command = [sys.executable, "-c", "from minivllm import load_model"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+
+
 def test_every_requirement_of_the_tests_and_the_book_is_pinned():
     pins = set(re.findall(r"^([\w.-]+)==", REQUIREMENTS, re.M))
     extras = PYPROJECT["project"]["optional-dependencies"]

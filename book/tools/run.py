@@ -189,6 +189,8 @@ def main(arguments: list[str] | None = None, project: Project = HERE) -> int:
             stale = check(project, args.chapters)
             for stem in stale:
                 print(f"chapters/{stem}.ipynb is not what its source says")
+            if stale:
+                print("book/tools/run.py makes them; one without a source must go")
             return int(bool(stale))
         wanted = sources(project, args.chapters)
         for source in sources(project, []):  # the export needs all of them

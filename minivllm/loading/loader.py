@@ -78,7 +78,7 @@ def torch_decoder(
         import torch
     except ImportError as error:
         raise BackendUnavailable(
-            f"the torch backend needs PyTorch ({error}): install minivllm[torch], or "
+            f"the torch backend needs PyTorch ({error}): install torch, or "
             "use the numpy backend"
         ) from error
     from safetensors import SafetensorError, safe_open

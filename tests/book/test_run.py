@@ -98,6 +98,7 @@ def test_the_check_finds_what_was_not_made_from_a_source(
     assert capsys.readouterr().out == (
         "chapters/01_pairs.ipynb is not what its source says\n"
         "chapters/09_stray.ipynb is not what its source says\n"
+        "book/tools/run.py makes them; one without a source must go\n"
     )
 
 
