@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,12 @@ def command(*arguments: str) -> list[str]:
 
 def start_endless_answer(parrot: str) -> subprocess.Popen:
     """Start a process that writes yzxyzxyzx and so on."""
+    # A shell's background job ignores SIGINT, and its children inherit that.
+    reset = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    run = "from minivllm.cli.main import main; raise SystemExit(main())"
     arguments = ("--model", parrot, "--backend", "numpy", "--max-tokens", "4000")
     return subprocess.Popen(
-        command("generate", *arguments, "--raw", "x"),
+        [sys.executable, "-c", f"{reset}; {run}", "generate", *arguments, "--raw", "x"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -135,6 +139,14 @@ def test_the_default_length_is_what_fits(capsys, tmp_path):
     assert code == 0 and "4 prompt tokens, 6 new tokens" in err
 
 
+def test_a_prompt_that_fills_the_context_leaves_no_room(capsys, tmp_path):
+    config = CONFIG | {"vocab_size": 257, "max_position_embeddings": 10}
+    write_checkpoint(tmp_path, make_tensors(config), config)
+    write_byte_tokenizer(tmp_path, None)
+    code, out, err = ask(capsys, str(tmp_path), "--raw", "abcdefghij")
+    assert (code, out) == (1, "") and "10" in err
+
+
 def test_a_seed_repeats_a_random_answer(capsys, parrot):
     def sample(seed: str) -> str:
         options = ("--temperature", "50", "--seed", seed, "--max-tokens", "12")
@@ -152,6 +164,19 @@ def test_a_dash_reads_the_prompt_from_stdin(capsys, parrot, monkeypatch):
     assert given("é b\n".encode())[1:2] == ("lué!\n",)
     code, out, err = given(b"ab\xff")
     assert (code, out) == (1, "") and "byte 2 of the prompt" in err
+
+
+@pytest.mark.parametrize(
+    ("data", "prompt"),
+    [
+        (b"  a\n  b \n\n", "  a\n  b \n"),
+        (b"a", "a"),
+        (b"a\r\n", "a\r"),
+    ],
+)
+def test_only_one_line_end_of_stdin_is_dropped(monkeypatch, data, prompt):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert generate.read_prompt(Namespace(prompt="-", raw=False)) == prompt
 
 
 # Usage: exit code 2 and one line.
@@ -254,13 +279,24 @@ def test_ctrl_c_before_the_first_token_is_exit_code_130(capsys, parrot, monkeypa
     assert ask(capsys, parrot, "x") == (130, "", "minivllm: interrupted\n")
 
 
+FULL = "[Errno 28] No space left on device"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="arguments are bytes on POSIX only")
+def test_an_argument_that_is_no_utf8_is_refused_by_its_byte(capsys, parrot):
+    code, _, err = ask(capsys, parrot, os.fsdecode(b"a\xffb"))
+    assert code == 1
+    assert "byte 1 of the prompt is no UTF-8" in err
+
+
 def test_an_error_of_the_system_is_a_message_too(capsys, parrot, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(generate, "stream", full)
     code, _, err = ask(capsys, parrot, "x")
-    assert (code, err) == (1, "minivllm: error: [Errno 28] No space left on device\n")
+    assert code == 1
+    assert err == f"minivllm: error: cannot read or write ({FULL})\n"
 
 
 def test_an_error_of_ours_is_never_hidden(capsys, parrot, monkeypatch):
@@ -331,7 +367,28 @@ def test_a_full_disk_is_one_message(parrot):
             text=True,
         )
     assert result.returncode == 1
-    assert result.stderr == "minivllm: error: [Errno 28] No space left on device\n"
+    assert result.stderr == f"minivllm: error: cannot read or write ({FULL})\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closed by a POSIX shell")
+@pytest.mark.parametrize("closed", ["stdout", "stdin", "stderr"])
+def test_a_closed_stream_is_one_message(parrot, closed):
+    close = {"stdout": ">&-", "stdin": "<&-", "stderr": "2>&-"}[closed]
+    arguments = command("generate", "--model", parrot, "--backend", "numpy", "-")
+    result = subprocess.run(
+        ["sh", "-c", f'exec "$@" {close}', "sh", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    if closed == "stderr":
+        assert result.stderr == ""
+    else:
+        name = {"stdout": "standard output", "stdin": "standard input"}[closed]
+        assert result.stderr.startswith("minivllm: error: ")
+        assert name in result.stderr and "closed" in result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 def test_any_character_is_written_whatever_the_locale(parrot):

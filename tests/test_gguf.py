@@ -20,7 +20,7 @@ from minivllm.loading.gguf import (
 )
 from minivllm.loading.gguf_file import read_gguf
 from minivllm.loading.tensors import float32_to_bf16, read_header, read_safetensors
-from tests.tiny_gguf import HEAD_DIM, write_tiny_gguf
+from tests.tiny_gguf import HEAD_DIM, HEADS, write_tiny_gguf
 
 FILES = {
     "config.json",
@@ -69,6 +69,27 @@ def test_a_q4_1_block_by_hand(tmp_path):
     assert weights.shape == (1, 32)
     assert weights[0, :3].tolist() == [-0.5, -1, -1]  # 1, 0, 0
     assert weights[0, 16:18].tolist() == [0.5, 6.5]  # 3, 15
+
+
+def test_tensors_lie_at_multiples_of_the_files_own_alignment(tmp_path):
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_custom_alignment(256)
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        writer.add_tensor(name, np.full(3, value, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = read_gguf(path)
+    assert file.dequantize("a").tolist() == [1, 1, 1]
+    assert file.dequantize("b").tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("alignment", [0, 4, 12, "32"])
+def test_an_impossible_alignment_is_refused(tiny_gguf, alignment):
+    with pytest.raises(CorruptFile, match=r"general\.alignment is"):
+        read_gguf(tiny_gguf(general__alignment=alignment))
 
 
 def test_reading_agrees_with_the_gguf_package_on_the_default_model(smollm2_gguf):
@@ -199,6 +220,18 @@ def test_what_a_file_leaves_out_has_its_usual_value(tiny_gguf):
     assert config["head_dim"] == 64
 
 
+def test_a_head_may_be_wider_than_its_share(tiny_gguf):
+    path = tiny_gguf(llama__attention__key_length=32, llama__rope__dimension_count=None)
+    assert model_config(read_gguf(path))["head_dim"] == 32  # and not 256 / 4
+
+
+def test_without_a_number_of_kv_heads_all_heads_have_their_own(tiny_gguf):
+    file = read_gguf(tiny_gguf(llama__attention__head_count_kv=None))
+    name = "blk.0.attn_k.weight"
+    expected = split_halves(file.dequantize(name), HEADS)
+    np.testing.assert_array_equal(hugging_face_tensor(file, name), expected)
+
+
 def test_every_token_that_ends_a_turn_is_an_end(tiny_gguf):
     path = tiny_gguf(tokenizer__ggml__eot_token_id=0, tokenizer__ggml__eom_token_id=2)
     assert model_config(read_gguf(path))["eos_token_id"] == [2, 0]
@@ -314,6 +347,24 @@ def test_heads_that_do_not_divide_the_rows_are_refused(tiny_gguf):
     file = read_gguf(tiny_gguf(llama__attention__head_count=5))
     with pytest.raises(CorruptFile, match=r"256 rows .* not 5 heads"):
         hugging_face_tensor(file, "blk.0.attn_q.weight")
+
+
+def test_a_place_where_no_folder_can_be_made_is_refused_first(tmp_path):
+    nowhere = tmp_path / "none.gguf"  # not even looked at
+    (tmp_path / "file").touch()
+    for place, reason in {
+        tmp_path: "exists already: remove it",
+        tmp_path / "file": "exists already: remove it",
+        tmp_path / "file" / "out": "is no folder: make that first",
+        tmp_path / "none" / "out": "is no folder: make that first",
+    }.items():
+        with pytest.raises(ConfigError, match=f"{place}, for .*{reason}"):
+            convert_gguf(nowhere, place)
+
+
+def test_a_zero_byte_in_a_path_is_not_found():
+    with pytest.raises(ModelNotFound, match=r"null byte.*check the path"):
+        read_gguf("a\0b")
 
 
 def test_a_missing_file_is_not_found(tmp_path):

@@ -93,10 +93,9 @@ def test_llama3_takes_a_word_whole_even_without_merges():
     assert gpt2.encode("hello").ids == list(b"hello")
 
 
-@pytest.mark.parametrize("pre", [None, "no-such-rule"])
-def test_an_unknown_rule_is_refused_with_the_list_of_the_known(pre):
+def test_an_unknown_rule_is_refused_with_the_list_of_the_known():
     with pytest.raises(ConfigError, match=r"known rules .*smollm.*qwen2"):
-        tokenizer_files(byte_level(pre=pre))
+        tokenizer_files(byte_level(pre="no-such-rule"))
 
 
 def test_an_unknown_kind_of_tokenizer_is_refused():
@@ -104,7 +103,7 @@ def test_an_unknown_kind_of_tokenizer_is_refused():
         tokenizer_files({"tokenizer.ggml.model": "t5"})
 
 
-@pytest.mark.parametrize("key", ["model", "tokens", "merges"])
+@pytest.mark.parametrize("key", ["model", "pre", "tokens", "merges"])
 def test_a_missing_key_is_named(key):
     metadata = byte_level("a b")
     del metadata[f"tokenizer.ggml.{key}"]
@@ -117,6 +116,8 @@ def test_a_missing_key_is_named(key):
     [
         ("token_type", [1, 1], "2 entries for 257 tokens"),
         ("merges", ["a b c"], "'a b c', which is not two tokens"),
+        ("merges", ["zz yy"], "'zz yy', which is not two tokens"),
+        ("merges", ["a z"], "'a z', which is not two tokens that make a third"),
         ("bos_token_id", 257, r"is 257, but the file has only 257"),
         ("eos_token_id", -1, "is -1"),
         ("add_bos_token", True, "no tokenizer.ggml.bos_token_id"),
@@ -125,6 +126,49 @@ def test_a_missing_key_is_named(key):
 def test_contradicting_keys_are_refused(key, value, words):
     with pytest.raises(CorruptFile, match=words):
         tokenizer_files(byte_level("a b") | {f"tokenizer.ggml.{key}": value})
+
+
+WRONG_VALUES = {
+    "tokens": (5, [1], [None]),
+    "token_type": (5, ["x"], [1.5]),
+    "merges": (5, [1], "a b"),
+    "pre": ([1], 5),
+    "model": (5, ["gpt2"]),
+    "bos_token_id": ("x", 1.5, [1], True),
+    "add_bos_token": ("false", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, v) for key, values in WRONG_VALUES.items() for v in values]
+)
+def test_a_value_of_the_wrong_type_is_named(key, value):
+    with pytest.raises(CorruptFile, match=rf"tokenizer\.ggml\.{key} is .* of type"):
+        tokenizer_files(byte_level("a b") | {f"tokenizer.ggml.{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("scores", 5, "scores is 5, but must be of type list"),
+        ("scores", ["x"], "an entry of tokenizer.ggml.scores is 'x'"),
+        ("scores", [1.0], "scores has 1 entries for 260 tokens"),
+        ("unknown_token_id", "x", "unknown_token_id is 'x'"),
+        ("unknown_token_id", 1.5, "unknown_token_id is 1.5"),
+        ("unknown_token_id", [1], r"unknown_token_id is \[1\]"),
+        ("add_space_prefix", 1, "add_space_prefix is 1, but must be of type bool"),
+    ],
+)
+def test_a_wrong_value_of_a_sentencepiece_file_is_named(key, value, words):
+    metadata = tiny_tokenizers.sentencepiece({"▁": -1.0})
+    with pytest.raises(CorruptFile, match=words):
+        tokenizer_files(metadata | {f"tokenizer.ggml.{key}": value})
+
+
+@pytest.mark.parametrize("key", ["chat_template", "chat_template.tool_use"])
+def test_a_chat_template_is_text(key):
+    with pytest.raises(CorruptFile, match=rf"tokenizer\.{key} is 5, but must be"):
+        tokenizer_files(byte_level("a b") | {f"tokenizer.{key}": 5})
 
 
 def test_a_token_that_stands_twice_is_refused():

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -108,6 +109,16 @@ def test_a_damaged_index_is_named(tmp_path, index):
         resolve_model(folder)
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "x" * 300, "a/b", "model.bin", None])
+def test_an_index_names_at_least_one_file_and_only_files(tmp_path, name):
+    weights = {} if name is None else {"a": name}
+    index = json.dumps({"weight_map": weights})
+    folder = make_folder(tmp_path / "m", more={"model.safetensors.index.json": index})
+    named = "no file" if name is None else repr(name)[:80]
+    with pytest.raises(CorruptFile, match=re.escape(f"{named}, but must name")):
+        resolve_model(folder)
+
+
 def test_an_index_never_leads_out_of_its_folder(tmp_path):
     index = '{"weight_map": {"a": "../model.safetensors"}}'
     folder = make_folder(tmp_path / "m", more={"model.safetensors.index.json": index})
@@ -135,6 +146,12 @@ def test_what_cannot_be_a_name_is_not_found(name, monkeypatch, no_processes):
     monkeypatch.setattr(hub, "_hub_model", lambda name: pytest.fail("asked the hub"))
     with pytest.raises(ModelNotFound):
         resolve_model(name)
+
+
+@pytest.mark.parametrize("model", [5, None, b"x", ["x"]])
+def test_what_is_no_name_at_all_is_refused_with_its_type(model, no_processes):
+    with pytest.raises(ConfigError, match=f"a {type(model).__name__}, but must be"):
+        resolve_model(model)
 
 
 def test_a_file_that_is_no_gguf_says_to_give_its_folder(tmp_path):
@@ -191,6 +208,27 @@ def test_two_files_of_one_name_are_kept_apart(tmp_path, tiny_gguf):
     first, second = tiny_gguf("a/[x].gguf"), tmp_path / "b" / "[x].gguf"
     shutil.copy2(first, second)
     assert resolve_model(first) != resolve_model(second)
+
+
+@posix_only
+def test_two_paths_to_one_file_share_a_conversion(tmp_path, tiny_gguf):
+    path = tiny_gguf()
+    (tmp_path / "other").mkdir()
+    link = tmp_path / "other" / path.name
+    link.symlink_to(path)
+    assert resolve_model(link) == resolve_model(path)
+
+
+def test_a_file_with_a_long_name_is_converted(tiny_gguf):
+    assert resolve_model(tiny_gguf("é" * 120 + ".gguf")).is_dir()
+
+
+def test_a_damaged_folder_in_the_cache_says_to_remove_it(tiny_gguf):
+    folder = resolve_model(path := tiny_gguf())
+    (folder / "config.json").unlink()
+    way_out = f"it has no config.json: remove {folder} and try again"
+    with pytest.raises(ModelNotFound, match=re.escape(way_out)):
+        resolve_model(path)
 
 
 def test_a_corrupt_gguf_file_leaves_nothing_behind(tmp_path, cache):
@@ -543,9 +581,10 @@ def ask_the_hub(names: list[str], home: Path, endpoint: str) -> list[str]:
         "    except MinivllmError as error:\n"
         "        print(type(error).__name__, error)\n"
     )
+    environment = {k: v for k, v in os.environ.items() if k[:3] != "HF_"}
     run = subprocess.run(
         [sys.executable, "-c", code, *names],
-        env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)},
+        env=environment | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)},
         capture_output=True,
         text=True,
     )

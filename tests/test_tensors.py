@@ -16,6 +16,7 @@ from minivllm.errors import (
     ShapeError,
     WeightMismatch,
 )
+from minivllm.loading import tensors
 from minivllm.loading.tensors import (
     bf16_to_float32,
     float32_to_bf16,
@@ -173,6 +174,19 @@ def test_empty_tensors_and_empty_files(tmp_path):
     assert read_safetensors(path) == {}
 
 
+def test_empty_tensors_may_lie_before_and_behind_a_full_one(tmp_path):
+    empty = {"dtype": "F32", "shape": [0, 3]}
+    header = {
+        "full": X,
+        "before": {**empty, "data_offsets": [0, 0]},
+        "behind": {**empty, "data_offsets": [8, 8]},
+    }
+    save(tmp_path / "x", header, np.array([1, 2], "<f4").tobytes())
+    read = read_safetensors(tmp_path / "x")
+    assert read["full"].tolist() == [1, 2]
+    assert read["before"].shape == read["behind"].shape == (0, 3)
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "x.safetensors"
     write_safetensors(path, some_tensors())
@@ -217,6 +231,11 @@ X = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"x": {**X, "shape": [3]}}, bytes(8)),
         ({"x": {**X, "shape": [2**62, 2**62]}}, bytes(8)),
         ({"x": {**X, "dtype": ["F32"]}}, bytes(8)),
+        ({"x": {**X, "dtype": 5}}, bytes(8)),
+        ({"x": {**X, "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}, b""),
+        ({"x": {**X, "shape": [2, *[1] * 32]}}, bytes(8)),
+        ({"x": X, "__metadata__": "pt"}, bytes(8)),
+        ({"x": X, "__metadata__": {"format": 5}}, bytes(8)),
         ({"x": {**X, "data_offsets": [0]}}, bytes(8)),
         ({"x": {**X, "data_offsets": [8, 0]}}, bytes(8)),
         ({"x": X}, bytes(7)),
@@ -239,6 +258,17 @@ def test_a_huge_header_length_is_not_believed(tmp_path):
         path.write_bytes(struct.pack("<Q", length))
         with pytest.raises(CorruptFile):
             read_header(path)
+
+
+def test_a_header_above_the_limit_is_not_read(tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    save(path, {"x": X}, bytes(8))
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    monkeypatch.setattr(tensors, "MAX_HEADER_BYTES", length)
+    assert read_header(path) == {"x": ("F32", (2,))}
+    monkeypatch.setattr(tensors, "MAX_HEADER_BYTES", length - 1)
+    with pytest.raises(CorruptFile, match="cannot hold its header"):
+        read_header(path)
 
 
 def test_a_type_that_numpy_lacks_is_listed_but_not_read(tmp_path):

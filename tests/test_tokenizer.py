@@ -1,11 +1,14 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import tokenizers
+import torch
 
 from minivllm.errors import ConfigError, CorruptFile, ModelNotFound, RequestError
 from minivllm.loading.gguf_vocabulary import TokenType
+from minivllm.text.detokenizer import IncrementalDetokenizer
 from minivllm.text.spelling import byte_alphabet
 from minivllm.text.tokenizer import Tokenizer
 from tests.corpus import hard_texts
@@ -368,10 +371,10 @@ class TestFiles:
         with pytest.raises(CorruptFile, match=name):
             Tokenizer.from_dir(folder)
 
-    @pytest.mark.parametrize("template", [[{"name": "default"}], [1], 5])
-    def test_a_template_that_is_no_text_is_refused(self, folder, template):
-        with pytest.raises(CorruptFile, match="chat template"):
-            templated(folder, template)
+    def test_a_template_file_that_is_no_text_is_refused(self, folder):
+        (folder / "chat_template.jinja").write_bytes(b"ab\xff")
+        with pytest.raises(CorruptFile, match=r"jinja is no UTF-8 .* at byte 2"):
+            Tokenizer.from_dir(folder)
 
     def test_a_decoder_of_another_family_is_refused(self, folder):
         document = json.loads((folder / "tokenizer.json").read_text("utf-8"))
@@ -439,3 +442,130 @@ def test_threads_share_one_tokenizer(folder):
             )
         )
     assert together == alone
+
+
+# What a settings file may hold
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        *(("config.json", "text_config", value) for value in ("s", [1], 5)),
+        *(
+            ("tokenizer_config.json", key, value)
+            for key, values in {
+                "bos_token": (5, True, ["a"], {"content": None}, "\ud800"),
+                "extra_special_tokens": ([5], [None], {"a": 5}, "a"),
+                "additional_special_tokens": ([5], 5),
+                "add_bos_token": ("false", 0),
+                "chat_template": (
+                    5,
+                    {"default": 5},
+                    [5],
+                    [{"name": "default", "template": 5}],
+                    [{"template": "x"}],
+                    [{"name": "default"}],
+                ),
+            }.items()
+            for value in values
+        ),
+        ("special_tokens_map.json", "eos_token", 5),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_named(folder, name, key, value):
+    with pytest.raises(CorruptFile, match=rf"{name} is damaged: its {key} is .* must"):
+        change(folder, name, **{key: value})
+
+
+def test_the_tokenizers_own_settings_win_over_the_map_of_special_tokens(folder):
+    tokenizer = change(folder, "special_tokens_map.json", bos_token="<|end|>")
+    assert tokenizer.bos_token_id == BOS
+
+
+def test_variables_of_the_caller_win_over_tokens_but_not_over_the_chat(folder):
+    """As in transformers; what the caller passes by name stays as it is."""
+    template = "{{ bos_token }}{{ messages[0].content }}{{ add_generation_prompt }}"
+    tokenizer = templated(folder, template)
+    text = tokenizer.apply_chat_template(HELLO, bos_token="B", add_generation_prompt=0)
+    assert text == "BHi0"
+
+
+# Token ids that are no plain int
+
+
+def test_integers_of_other_libraries_are_token_ids(folder):
+    tokenizer = Tokenizer.from_dir(folder)
+    ids = [97, END, 98]
+    for others in (np.array(ids), torch.tensor(ids)):
+        assert tokenizer.decode(others) == "ab"
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        assert [detokenizer.add(token_id) for token_id in others] == ["a", "", "b"]
+
+
+@pytest.mark.parametrize("token_id", [1.0, None, "a", torch.tensor(1.0)])
+def test_what_is_no_integer_is_no_token_id(folder, token_id):
+    tokenizer = Tokenizer.from_dir(folder)
+    add = IncrementalDetokenizer(tokenizer).add
+    for use in (tokenizer.token_bytes, add, lambda i: tokenizer.decode([i])):
+        with pytest.raises(RequestError, match="must be an integer"):
+            use(token_id)
+
+
+# Templates that go wrong, and contents in parts
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ " + "(" * 400 + "1" + ")" * 400 + " }}",
+        "{% if 1 %}" * 120 + "{% endif %}" * 120,
+        "{% set x = " + "-" * 20_000 + "1 %}",
+        "{{ " + "9" * 5000 + " }}",
+    ],
+)
+def test_a_template_that_python_cannot_compile_is_the_models_fault(folder, template):
+    with pytest.raises(ConfigError, match=r"the chat template .*correct chat_template"):
+        templated(folder, template).apply_chat_template(HELLO)
+
+
+def test_a_template_without_enough_memory_refuses_the_messages(folder):
+    template = "{{ messages[0].content * 10**17 }}"
+    with pytest.raises(RequestError, match="refused these messages"):
+        templated(folder, template).apply_chat_template(HELLO)
+
+
+PARTS = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0].content }}", "Hi\nyou"),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "Hi\nyou"),
+        ("{% for x in messages[0].content.split() %}{{ x }};{% endfor %}", "Hi;you;"),
+        ("{%- for p in messages[0]['content'] -%}{{ p.text }};{% endfor %}", "Hi;you;"),
+        ("{% for p in messages[0].content | list %}{{ p.text }}{% endfor %}", "Hiyou"),
+        (
+            "{% set content = messages[0].content %}"
+            "{% for p in content if p.text %}{{ p.text }}{% endfor %}",
+            "Hiyou",
+        ),
+    ],
+)
+def test_text_parts_are_joined_for_a_template_without_a_loop(folder, template, text):
+    message = {"role": "user", "content": PARTS}
+    assert templated(folder, template).apply_chat_template([message]) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {}}, "'image_url'"),
+        ("Hi", "'str'"),
+        ({}, "None"),
+    ],
+)
+def test_a_part_that_is_no_text_is_named(folder, part, kind):
+    message = {"role": "user", "content": [*PARTS, part]}
+    with pytest.raises(RequestError, match=f"message 0 has a part of type {kind}"):
+        Tokenizer.from_dir(folder).apply_chat_template([message])

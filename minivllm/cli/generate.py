@@ -124,17 +124,26 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     """Return the prompt, from standard input if it is a dash.
 
     Raises:
-        RequestError: It is empty, or no UTF-8.
+        RequestError: It is empty, no UTF-8, or standard input is closed.
     """
     prompt = arguments.prompt
+    source = "prompt"
+    raw = os.fsencode(prompt) if os.name == "posix" else prompt.encode()
     if prompt == "-":
-        try:
-            prompt = sys.stdin.buffer.read().decode().removesuffix("\n")
-        except UnicodeDecodeError as error:
+        if sys.stdin is None:
             raise RequestError(
-                f"byte {error.start} of the prompt on standard input is no UTF-8: "
-                "convert it, for example with iconv"
-            ) from None
+                "the prompt - is read from standard input, which is closed: leave it "
+                "open, or give the prompt itself"
+            )
+        source = "prompt on standard input"
+        raw = sys.stdin.buffer.read().removesuffix(b"\n")
+    try:
+        prompt = raw.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"byte {error.start} of the {source} is no UTF-8: convert it, for example "
+            "with iconv"
+        ) from None
     if not prompt and not arguments.raw:
         raise RequestError("the prompt is empty: ask something")
     return prompt

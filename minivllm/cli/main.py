@@ -109,6 +109,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. Wrong usage, `--help` and `--version` raise SystemExit.
     """
+    if sys.stderr is None:  # closed: print would take standard output instead
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        print(
+            "minivllm: error: standard output is closed, so there is no place for the "
+            "answer: leave it open, or send it to a file with > FILE",
+            file=sys.stderr,
+        )
+        return FAILED
     for stream in (sys.stdout, sys.stderr):
         # Models write any character, whatever the locale can spell.
         if isinstance(stream, io.TextIOWrapper):
@@ -129,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except OSError as error:
         discard_output()
-        print(f"minivllm: error: {error}", file=sys.stderr)
+        print(f"minivllm: error: cannot read or write ({error})", file=sys.stderr)
         return FAILED
 
 

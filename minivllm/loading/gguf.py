@@ -9,6 +9,7 @@ Source: appendix A1, "Files"; appendix A2, "Text".
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -263,6 +264,18 @@ def hugging_face_tensor(file: GgufFile, name: str) -> np.ndarray:
     return split_halves(tensor, num_heads)
 
 
+def _check_target(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise ConfigError(
+            f"cannot convert into {folder}, for it exists already: remove it, or give "
+            "a folder that is not there yet"
+        )
+    if not folder.parent.is_dir():
+        raise ConfigError(
+            f"cannot make {folder}, for {folder.parent} is no folder: make that first"
+        )
+
+
 def convert_gguf(
     gguf_path: str | Path,
     out_dir: str | Path,
@@ -273,14 +286,19 @@ def convert_gguf(
 
     Args:
         gguf_path: the file to convert.
-        out_dir: the folder to make; it appears when it is complete.
+        out_dir: the folder to make; it must not exist, but its parent must. It
+            appears when it is complete.
         on_progress: called with the weights done so far and their total number.
 
     Raises:
         CorruptFile: the file is damaged, or lacks a key or a tensor.
-        ConfigError: an architecture or a type that cannot be converted.
+        ConfigError: an architecture or a type that cannot be converted, or a place
+            for the folder that cannot be.
         ModelNotFound: the file cannot be opened.
+        OSError: the folder cannot be written, for example because the disk is full.
     """
+    out_dir = Path(out_dir)
+    _check_target(out_dir)
     file = read_gguf(gguf_path)
     texts = text_files(file)
     sources = _sources(file)
@@ -299,7 +317,7 @@ def convert_gguf(
     layout = {
         target: (dtype, file.tensors[name].shape) for target, name in sources.items()
     }
-    with atomic_folder(Path(out_dir)) as folder:
+    with atomic_folder(out_dir) as folder:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
         write_each(folder / "model.safetensors", layout, make)

@@ -142,9 +142,10 @@ def read_gguf(path: str | Path) -> GgufFile:
         size = path.stat().st_size
         # An empty file cannot be mapped.
         data = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise ModelNotFound(
-            f"{path} cannot be opened ({error.strerror}): check the path"
+            f"{str(path)!r} cannot be opened ({getattr(error, 'strerror', error)}): "
+            "check the path"
         ) from error
     cursor = _Cursor(path, np.asarray(data))
     if cursor.take(4).tobytes() != b"GGUF":

@@ -21,6 +21,7 @@ from minivllm.loading.gguf_vocabulary import (
     listed_merges,
     merges_from_scores,
     need,
+    one_per_token,
     read_tokens,
     token_of,
 )
@@ -67,6 +68,7 @@ def _byte_level(
     metadata: dict[str, Any], rule: PreTokenizer, tokens: list[str], types: list[int]
 ) -> dict[str, Any]:
     """Bytes -> printable characters, cut into words, merged inside each word."""
+    vocabulary = ids_by_token(tokens, types)
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -87,8 +89,8 @@ def _byte_level(
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "decoder": byte_level,
         "model": _bpe(
-            ids_by_token(tokens, types),
-            listed_merges(metadata),
+            vocabulary,
+            listed_merges(metadata, vocabulary),
             ignore_merges=rule.whole_words,
         ),
     }
@@ -121,13 +123,15 @@ def _sentencepiece(
     to_mark = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     normalizers = [to_mark]
     decoders = [to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if need(metadata, "tokenizer.ggml.add_space_prefix", bool, True):
         normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     if "tokenizer.ggml.merges" in metadata:
-        merges = listed_merges(metadata)
+        merges = listed_merges(metadata, vocabulary)
     else:
-        merges = merges_from_scores(vocabulary, types, need(metadata, "scores"))
+        key = "tokenizer.ggml.scores"
+        scores = one_per_token(metadata, key, float, len(tokens))
+        merges = merges_from_scores(vocabulary, types, scores)
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
@@ -148,8 +152,8 @@ def _tokenizer_config(
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
-        "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+        "add_bos_token": need(metadata, "tokenizer.ggml.add_bos_token", bool, adds_bos),
+        "add_eos_token": need(metadata, "tokenizer.ggml.add_eos_token", bool, False),
     }
     for name, key in (
         ("bos_token", "bos_token_id"),
@@ -173,16 +177,16 @@ def _tokenizer_config(
 def _chat_template(metadata: dict[str, Any]) -> str | list[dict[str, str]] | None:
     """Return one template, or the list of named ones where the file has several."""
     key = "tokenizer.chat_template"
-    default = metadata.get(key)
-    names = [name for name in metadata if name.startswith(f"{key}.")]
-    if not names:
-        return default
-    named = [
-        {"name": n.removeprefix(f"{key}."), "template": metadata[n]} for n in names
-    ]
-    if default is not None:
-        named.insert(0, {"name": "default", "template": default})
-    return named
+    templates = {
+        name.removeprefix(f"{key}.") if name != key else "default": need(
+            metadata, name, str
+        )
+        for name in sorted(metadata)
+        if name == key or name.startswith(f"{key}.")
+    }
+    if set(templates) <= {"default"}:
+        return templates.get("default")
+    return [{"name": n, "template": text} for n, text in templates.items()]
 
 
 def _post_processor(config: dict[str, Any], tokens: list[str]) -> dict | None:
@@ -221,11 +225,11 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, str]:
 
     Raises:
         ConfigError: The file's kind of tokenizer or cutting rule is not known.
-        CorruptFile: A key is missing, or keys contradict each other.
+        CorruptFile: A key is missing or of a wrong type, or keys contradict each other.
     """
-    kind = need(metadata, "model")
+    kind = need(metadata, "tokenizer.ggml.model", str)
     if kind == "gpt2":
-        rule = pre_tokenizer(metadata.get("tokenizer.ggml.pre"))
+        rule = pre_tokenizer(need(metadata, "tokenizer.ggml.pre", str))
         tokens, types = read_tokens(metadata)
         parts = _byte_level(metadata, rule, tokens, types)
         adds_bos = rule.add_bos

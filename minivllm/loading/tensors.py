@@ -47,6 +47,7 @@ NUMPY_DTYPES = {
 }
 FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
+MAX_AXES = 32  # as in NumPy 1
 
 
 def bf16_to_float32(raw: np.ndarray) -> np.ndarray:
@@ -85,6 +86,12 @@ def _entry(path: Path, name: str, fields: Any) -> _Entry:
         numbers = (*entry.shape, begin, end)
         if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or begin > end:
             raise ValueError
+        # Without its zeros, so that even an empty tensor has a shape NumPy can make.
+        num_elements = math.prod(max(n, 1) for n in entry.shape[:MAX_AXES])
+        if len(entry.shape) > MAX_AXES or num_elements >= 2**60:
+            raise ValueError
+        if not isinstance(entry.dtype, str):
+            raise TypeError
         is_known = entry.dtype in NUMPY_DTYPES
     except (KeyError, TypeError, ValueError):
         raise _corrupt(
@@ -133,7 +140,11 @@ def _read_entries(path: Path) -> tuple[dict[str, _Entry], int]:
         raise _corrupt(path, "its header is not JSON") from None
     if not isinstance(header, dict):
         raise _corrupt(path, "its header is not a JSON object")
-    header.pop("__metadata__", None)
+    notes = header.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(
+        isinstance(note, str) for note in notes.values()
+    ):
+        raise _corrupt(path, f"its __metadata__ is {notes!r:.80}, not texts by name")
     entries = {name: _entry(path, name, fields) for name, fields in header.items()}
     end = 0
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):

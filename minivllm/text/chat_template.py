@@ -10,6 +10,7 @@ Source: appendix A2, "Text".
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -28,8 +29,17 @@ _TEMPLATE_FAILURES = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
     RecursionError,
     TypeError,
+    ValueError,
+)
+# What Python may raise on a template that is valid Jinja, but too deep or too large.
+_COMPILER_FAILURES = (
+    MemoryError,
+    OverflowError,
+    RecursionError,
+    SyntaxError,
     ValueError,
 )
 
@@ -75,6 +85,11 @@ def _compile(template: str) -> jinja2.Template:
             f"line {error.lineno} of the chat template is no valid Jinja: "
             f"{error.message}; correct chat_template in the model's folder"
         ) from error
+    except _COMPILER_FAILURES as error:
+        raise ConfigError(
+            f"the chat template of {len(template):,} characters cannot be compiled "
+            f"({error!r:.80}): correct chat_template in the model's folder"
+        ) from error
 
 
 def _check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -109,8 +124,32 @@ def _check_messages(messages: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in m.items() if v is not None} for m in messages]
 
 
+_LOOP_OVER_CONTENT = re.compile(
+    r"\bfor\s+\w+\s+in\s+[\w.()\[\]'\"]*\bcontent\b['\")\]]*\s*(-?%}|\||if\b)"
+)
+
+
+def _join_parts(n: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return message `n` with a string for its list of text parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"message {n} has a part of type {kind!r:.80} ({part!r:.80}), but this "
+                "model's chat template takes text only: send parts such as "
+                '{"type": "text", "text": "Hello"}'
+            )
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
 def render_chat(template: str, messages: Any, variables: Mapping[str, Any]) -> str:
     """Render messages by a template.
+
+    The time and the memory that a template takes are not limited: it is as trusted
+    as the weights that came with it.
 
     Args:
         template: Jinja.
@@ -119,9 +158,11 @@ def render_chat(template: str, messages: Any, variables: Mapping[str, Any]) -> s
 
     Raises:
         RequestError: The messages are malformed, or the template refuses them.
-        ConfigError: The template is no valid Jinja.
+        ConfigError: The template is no valid Jinja, or cannot be compiled.
     """
     messages = _check_messages(messages)
+    if not _LOOP_OVER_CONTENT.search(template):
+        messages = [_join_parts(n, message) for n, message in enumerate(messages)]
     compiled = _compile(template)
     try:
         return compiled.render({**variables, "messages": messages})

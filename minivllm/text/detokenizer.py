@@ -15,8 +15,9 @@ Source: appendix A2, "Text".
 """
 
 import codecs
+from typing import SupportsIndex
 
-from minivllm.text.tokenizer import Tokenizer
+from minivllm.text.tokenizer import Tokenizer, as_token_id
 
 
 class IncrementalDetokenizer:
@@ -32,12 +33,13 @@ class IncrementalDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._space_to_strip = tokenizer.spelling.strips_leading_space
 
-    def add(self, token_id: int) -> str:
+    def add(self, token_id: SupportsIndex) -> str:
         """Take one token and return the text that became certain, "" if none.
 
         Raises:
-            RequestError: The id is outside the vocabulary.
+            RequestError: The id is no integer, or outside the vocabulary.
         """
+        token_id = as_token_id(token_id)
         if token_id in self._skipped:
             return ""
         data = self._tokenizer.token_bytes(token_id)

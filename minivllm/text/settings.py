@@ -8,7 +8,8 @@ Called by the tokenizer.
 Source: appendix A2, "Text".
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,59 @@ _NAMED_TOKENS = (
 )
 
 
+def _content(token: Any) -> str | None:
+    """Return the text of a token that a settings file gives as a string or a dict."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _is_text(value: Any) -> bool:
+    # JSON can spell half a character, a surrogate, which is no text.
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
+def _is_token(value: Any) -> bool:
+    return _is_text(_content(value))
+
+
+def _are_tokens(value: Any) -> bool:
+    tokens = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (list, dict)) and all(map(_is_token, tokens))
+
+
+def _are_templates(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(
+            isinstance(entry, dict)
+            and _is_text(entry.get("name"))
+            and _is_text(entry.get("template"))
+            for entry in value
+        )
+    templates = value.values() if isinstance(value, dict) else [value]
+    return all(map(_is_text, templates))
+
+
+# Key of a settings file -> what it must be, as a test and in words.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_NAMED_TOKENS, (_is_token, "a token")),
+    "additional_special_tokens": (_are_tokens, "a list of tokens"),
+    "extra_special_tokens": (_are_tokens, "tokens, in a list or by name"),
+    "add_bos_token": (lambda value: isinstance(value, bool), "true or false"),
+    "add_eos_token": (lambda value: isinstance(value, bool), "true or false"),
+    "chat_template": (_are_templates, "text, or names and texts"),
+    "text_config": (lambda value: isinstance(value, dict), "a JSON object"),
+}
+
+
 def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    content = read_json(path) if path.is_file() else {}
+    for key, (fits, kind) in _KINDS.items():
+        value = content.get(key)
+        if value is not None and not fits(value):
+            raise CorruptFile(
+                f"{path} is damaged: its {key} is {value!r:.80}, but must be {kind}; "
+                "correct it or get the file again"
+            )
+    return content
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -31,11 +83,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
         **_read_if_there(folder / "special_tokens_map.json"),
         **_read_if_there(folder / "tokenizer_config.json"),
     }
-
-
-def _content(token: Any) -> str | None:
-    """Return the text of a token that a settings file gives as a string or a dict."""
-    return token.get("content") if isinstance(token, Mapping) else token
 
 
 def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -82,18 +129,18 @@ def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     value = settings.get("chat_template") or {}
     if isinstance(value, str):
         value = {"default": value}
+    templates = (
+        {entry["name"]: entry["template"] for entry in value}
+        if isinstance(value, list)
+        else dict(value)
+    )
+    file = folder / "chat_template.jinja"
     try:
-        templates = (
-            {entry["name"]: entry["template"] for entry in value}
-            if isinstance(value, list)
-            else dict(value)
-        )
-        file = folder / "chat_template.jinja"
         if file.is_file():
             templates["default"] = file.read_text(encoding="utf-8")
-    except (KeyError, TypeError, ValueError) as error:
+    except UnicodeDecodeError as error:
         raise CorruptFile(
-            f"the chat template in {folder} cannot be read ({error!r}), since it is "
-            "neither text nor a list of names and templates: get the files again"
+            f"the chat template {file} is no UTF-8 ({error.reason} at byte "
+            f"{error.start}): get the file again"
         ) from error
     return templates

@@ -12,9 +12,10 @@ In vLLM: vllm/tokenizers/hf.py, CachedHfTokenizer, around transformers' tokenize
 Source: appendix A2, "Text".
 """
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import tokenizers
 
@@ -42,6 +43,21 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         raise CorruptFile(
             f"{path} is no valid tokenizer ({error}): get the model's files again"
         ) from error
+
+
+def as_token_id(token_id: SupportsIndex) -> int:
+    """Return an id as a plain int: NumPy's and torch's integers are taken, too.
+
+    Raises:
+        RequestError: It is no integer.
+    """
+    try:
+        return operator.index(token_id)
+    except TypeError:
+        raise RequestError(
+            f"token id {token_id!r:.80} is a {type(token_id).__name__}, but must be an "
+            "integer: take ids from the tokenizer's own encode"
+        ) from None
 
 
 class Tokenizer:
@@ -192,7 +208,7 @@ class Tokenizer:
         return start + token_ids[n:]
 
     def decode(
-        self, token_ids: Iterable[int], *, skip_special_tokens: bool = True
+        self, token_ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True
     ) -> str:
         """Return the text of token ids.
 
@@ -200,23 +216,24 @@ class Tokenizer:
         after `encode` gives the text back, if its normalisation changed nothing.
 
         Raises:
-            RequestError: An id is negative or `vocab_size` or more.
+            RequestError: An id is no integer, negative, or `vocab_size` or more.
         """
         data = b"".join(
             self.token_bytes(token_id)
-            for token_id in token_ids
+            for token_id in map(as_token_id, token_ids)
             if not (skip_special_tokens and token_id in self.special_token_ids)
         )
         if self.spelling.strips_leading_space:
             data = data.removeprefix(b" ")
         return data.decode(errors="replace")
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: SupportsIndex) -> bytes:
         """Return the bytes of one token; none for an id that the vocabulary lacks.
 
         Raises:
-            RequestError: The id is negative or `vocab_size` or more.
+            RequestError: The id is no integer, negative, or `vocab_size` or more.
         """
+        token_id = as_token_id(token_id)
         if not 0 <= token_id < self.vocab_size:
             raise RequestError(
                 f"token id {token_id} is out of range: this tokenizer has ids from 0 "
@@ -248,8 +265,9 @@ class Tokenizer:
         """Render a chat as the text that this model was trained on.
 
         Args:
-            messages: Each has a `role` and a `content` (a string, or a list of parts
-                where the template knows them), or `tool_calls`.
+            messages: Each has a `role` and a `content`, or `tool_calls`. A content is
+                a string or a list of parts; text parts are joined by line breaks if
+                the template has no loop over `content`.
             add_generation_prompt: End with the line that opens the model's answer.
             tools: JSON descriptions of the functions that the model may call.
             **kwargs: Further variables of the template, such as `enable_thinking`.
@@ -292,7 +310,9 @@ class Tokenizer:
 
         A tokenizer that starts every text with BOS gets exactly one, whether the
         template writes it or not. (`transformers` leaves it out where the template
-        does.) Arguments and errors are those of `apply_chat_template`.
+        does.) A message that spells a special token gets that token, so a user can
+        write `<|im_end|>` and end a turn: whoever minds must refuse such texts.
+        Arguments and errors are those of `apply_chat_template`.
         """
         text = self.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
