@@ -3,7 +3,7 @@
 Invariant: the folder appears whole or not at all, and names, row order and keys are
 those of Hugging Face; every tensor of the file is accounted for. Called by the hub.
 
-In vLLM: a plugin since 0.20, vllm-gguf-plugin (loader.py), which keeps blocks packed.
+In vLLM: the project vllm-gguf-plugin (vllm_gguf_plugin/loader.py), blocks kept packed.
 Source: appendix A1, "Files"; appendix A2, "Text".
 """
 
