@@ -52,7 +52,7 @@ def test_both_spellings_of_the_rope_settings_mean_the_same():
     assert old.rope == RopeSpec(theta=5e5, scaling=Llama3Scaling(**LLAMA3))
     both = {"rope_theta": 5e5, "rope_type": "default"}
     assert spec_of(rope_parameters=both, rope_scaling=both).rope.theta == 5e5
-    assert spec_of(rope_parameters=both, rope_theta=1e4).rope.theta == 5e5
+    assert spec_of(rope_parameters=both, rope_theta=5e5).rope.theta == 5e5
     assert spec_of(rope_scaling={"rope_type": None, "type": None}).rope.theta == 1e4
 
 
@@ -100,6 +100,17 @@ def test_both_spellings_of_the_dtype_are_read():
         ({"rope_scaling": {"type": "default", "mrope_section": [1]}}, "mrope_section"),
         ({"rope_parameters": {"full_attention": {}}}, "full_attention"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        (
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_parameters": {"partial_rotary_factor": 1},
+            },
+            "partial rotary",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
+            "both 500000.0 and 10000.0",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
         ({"rope_scaling": {"type": "factors"}}, "factors is None"),
         ({"rope_scaling": {"type": "factors", "factors": [1, 1, 2]}}, "has 3 factors"),

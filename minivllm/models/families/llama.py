@@ -39,14 +39,17 @@ def read_rope(config: Mapping[str, Any]) -> RopeSpec:
             "choose another model"
         )
     known = {"rope_theta", "rope_type", "type", *ROPE_KEYS[kind]}
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    partial = [place.get("partial_rotary_factor") for place in (rope, config)]
     unknown = sorted(rope.keys() - known - {"partial_rotary_factor"})
-    if unknown or partial not in (None, 1):
+    if unknown or any(share not in (None, 1) for share in partial):
         raise ConfigError(
             f"rope scaling {kind!r} comes with {', '.join(unknown) or 'partial rotary'}"
             ", which is not supported: choose another model"
         )
-    place = rope if "rope_theta" in rope else config
+    inner, outer = rope.get("rope_theta"), config.get("rope_theta")
+    if None not in (inner, outer) and inner != outer:
+        raise ConfigError(f"rope_theta is both {inner} and {outer}: keep one")
+    place = config if inner is None else rope
     theta = float(positive(place, "rope_theta", 10_000.0))
     if theta < 1:
         raise ConfigError(f"rope_theta is {theta}, but must be at least 1")
