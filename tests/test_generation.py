@@ -1,11 +1,19 @@
-"""Naive generation, on a model whose logits are written by hand."""
+"""Generation: naive on logits written by hand, faster ways on tiny random models."""
 
 import numpy as np
 import pytest
 
 from minivllm.errors import MinivllmError, RequestError
-from minivllm.generation import generate_naive, stream_naive
+from minivllm.generation import (
+    generate_cached,
+    generate_naive,
+    generate_static_batch,
+    stream_cached,
+    stream_naive,
+)
 from minivllm.models.spec import ModelSpec, RopeSpec
+from minivllm.reference.decoder import NumpyDecoder
+from tests.tiny_decoders import numpy_decoder, torch_decoder
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -175,3 +183,128 @@ def test_the_impossible_is_refused_at_the_call(prompt, count, temperature, messa
 def test_a_seed_that_is_none_is_refused_at_the_call(seed):
     with pytest.raises(RequestError, match="seed is"):
         stream_naive(Counting(), [0], 1, temperature=1.0, seed=seed)
+
+
+# With a cache, and in a static batch
+
+PROMPTS = [[3, 1, 4, 15, 9], [7], [2, 6, 40, 11, 35, 26, 5]]
+
+
+@pytest.fixture(params=[numpy_decoder, torch_decoder], ids=["numpy", "torch"])
+def decoder(request):
+    return request.param()
+
+
+def test_cached_generation_gives_the_naive_tokens(decoder):
+    naive = [generate_naive(decoder, prompt, 40) for prompt in PROMPTS]
+    assert len({token_id for tokens in naive for token_id in tokens}) >= 10
+    assert [generate_cached(decoder, prompt, 40) for prompt in PROMPTS] == naive
+
+
+def test_cached_generation_draws_the_naive_tokens(decoder):
+    options = {"temperature": 1.5, "seed": 4}
+    tokens = generate_naive(decoder, PROMPTS[0], 20, **options)
+    assert tokens != generate_naive(decoder, PROMPTS[0], 20)
+    assert generate_cached(decoder, PROMPTS[0], 20, **options) == tokens
+
+
+def test_cached_generation_ends_with_a_stop_token(decoder):
+    tokens = generate_naive(decoder, PROMPTS[0], 20)
+    stop = tokens[6]
+    expected = tokens[: tokens.index(stop) + 1]
+    assert generate_cached(decoder, PROMPTS[0], 20, stop_token_ids=[stop]) == expected
+
+
+class Watched(NumpyDecoder):
+    """Remembers how many rows each pass had, and the last context it made."""
+
+    def forward(self, input_ids, positions, context):
+        self.rows.append(len(input_ids))
+        self.context = context
+        return super().forward(input_ids, positions, context)
+
+
+def watched():
+    made = numpy_decoder()
+    decoder = Watched(made.spec, made.weights)
+    decoder.rows = []
+    return decoder
+
+
+def test_each_token_is_computed_once_with_a_cache():
+    decoder = watched()
+    generate_cached(decoder, PROMPTS[0], 4)
+    assert decoder.rows == [5, 1, 1, 1]
+    assert decoder.context.k_cache.shape[1] == decoder.context.num_tokens == 8
+
+
+def test_an_abandoned_cached_stream_does_no_more_work():
+    decoder = watched()
+    stream = stream_cached(decoder, iter(PROMPTS[0]), 10)
+    assert decoder.rows == []
+    next(stream)
+    assert decoder.rows == [5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_token_ids": []}, "the prompt has 0 tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_the_impossible_is_refused_before_a_cache_is_reserved(options, message):
+    decoder = watched()
+    decoder.cached_context = None  # calling it would be a TypeError
+    arguments = {"prompt_token_ids": [1], "max_new_tokens": 1} | options
+    with pytest.raises(RequestError, match=message):
+        stream_cached(decoder, **arguments)
+
+
+@pytest.mark.parametrize("limits", [[30, 30, 30], [1, 20, 6], [20, 1, 1]])
+def test_a_static_batch_gives_each_text_its_own_tokens(decoder, limits):
+    alone = [
+        generate_naive(decoder, p, n) for p, n in zip(PROMPTS, limits, strict=True)
+    ]
+    assert len({token_id for tokens in alone for token_id in tokens}) >= 10
+    assert generate_static_batch(decoder, PROMPTS, limits) == alone
+
+
+def test_texts_of_a_static_batch_stop_one_by_one(decoder):
+    alone = [generate_naive(decoder, prompt, 25) for prompt in PROMPTS]
+    stop = {alone[0][3], alone[2][8]}
+    expected = [
+        generate_naive(decoder, prompt, 25, stop_token_ids=stop) for prompt in PROMPTS
+    ]
+    assert len({len(tokens) for tokens in expected}) > 1
+    assert generate_static_batch(decoder, PROMPTS, 25, stop_token_ids=stop) == expected
+
+
+def test_a_static_batch_computes_rows_for_those_that_are_done():
+    decoder = watched()
+    generate_static_batch(decoder, PROMPTS, [1, 4, 2])
+    assert decoder.rows == [3 * 7, 3, 3, 3]
+
+
+def test_a_batch_of_nothing_gives_nothing():
+    assert generate_static_batch(numpy_decoder(), [], 5) == []
+    assert generate_static_batch(numpy_decoder(), [], []) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "limits", "message"),
+    [
+        ([[1], [2]], [3], "max_new_tokens has 1 numbers for 2 prompts"),
+        ([[1], []], 3, "the prompt has 0 tokens"),
+        ([[1], [2]], [3, 0], "max_new_tokens is 0"),
+        ([[1]], 1.5, "max_new_tokens is 1.5"),
+        ([[1], [50]], 3, "token id 50"),
+    ],
+)
+def test_an_impossible_batch_is_refused_before_any_work(prompts, limits, message):
+    decoder = watched()
+    with pytest.raises(RequestError, match=message):
+        generate_static_batch(decoder, prompts, limits)
+    assert decoder.rows == []

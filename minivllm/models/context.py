@@ -6,10 +6,12 @@ in one strip, or scattered over blocks: chapters 2 and 3 change the context only
 
 In vLLM: vllm/model_executor/layers/attention/attention.py (Attention), whose metadata
 travels in a global (vllm/forward_context.py); here it is an argument.
-Source: chapter 1, "Naive generation".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
 """
 
 from typing import Protocol, TypeVar
+
+from minivllm.errors import ShapeError
 
 Array = TypeVar("Array")  # numpy.ndarray or torch.Tensor
 
@@ -29,4 +31,33 @@ class AttentionContext(Protocol[Array]):
         Returns:
             The mixed values, [num_tokens, num_heads, head_dim].
         """
+        ...
+
+
+def check_room(num_tokens: int, num_new: int, max_tokens: int) -> None:
+    """Refuse new tokens that do not fit behind those in a cache.
+
+    Raises:
+        ShapeError: Before anything is written.
+    """
+    # Not left to the arrays: past the end, a slice is empty and takes a row silently.
+    if num_tokens + num_new > max_tokens:
+        raise ShapeError(
+            f"the cache holds {num_tokens} tokens and {num_new} more would make "
+            f"{num_tokens + num_new}, but it was made for {max_tokens}: make a larger "
+            "one, or generate fewer tokens"
+        )
+
+
+class CachingContext(AttentionContext[Array], Protocol[Array]):
+    """A context that keeps what it is given, so that a text can grow in it."""
+
+    num_tokens: int
+
+    def positions(self, num_new: int) -> Array:
+        """Return the positions of the next tokens, one per row of the next pass."""
+        ...
+
+    def advance(self, num_new: int) -> None:
+        """Count the rows that all layers have written; call it once per pass."""
         ...

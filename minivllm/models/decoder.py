@@ -3,7 +3,7 @@
 `forward()` has no `if family` and does not know how keys and values are kept.
 
 In vLLM: vllm/model_executor/models/llama.py and its siblings.
-Source: chapter 1, "Naive generation".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.errors import ConfigError
-from minivllm.models.context import AttentionContext
-from minivllm.models.layers import DecoderLayer, RMSNorm, TorchDenseContext
+from minivllm.models.context import AttentionContext, CachingContext
+from minivllm.models.layers import (
+    DecoderLayer,
+    RMSNorm,
+    TorchCachedContext,
+    TorchDenseContext,
+    TorchStaticBatchContext,
+)
 from minivllm.models.rotary import inverse_frequencies
 from minivllm.models.spec import ModelSpec
 
@@ -103,3 +109,45 @@ class Decoder(nn.Module):
             self.dense_context(),
         )
         return self.compute_logits(hidden_states[-1]).cpu().numpy()
+
+    def cached_context(self, max_tokens: int) -> TorchCachedContext:
+        """Return an empty cache for one text of at most `max_tokens` tokens."""
+        weight = self.embed_tokens.weight
+        return TorchCachedContext(
+            self.spec, max_tokens, device=weight.device, dtype=weight.dtype
+        )
+
+    def static_batch_context(
+        self, lengths: Sequence[int], max_tokens: int
+    ) -> TorchStaticBatchContext:
+        """Return an empty cache for prompts of these lengths, padded on the left."""
+        weight = self.embed_tokens.weight
+        return TorchStaticBatchContext(
+            self.spec, lengths, max_tokens, device=weight.device, dtype=weight.dtype
+        )
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]],
+        context: CachingContext[Tensor],
+    ) -> np.ndarray:
+        """Add new tokens to the text in a context and score what follows.
+
+        Args:
+            token_ids: The new tokens, [num_new], or those of several texts,
+                [batch_size, num_new].
+            context: What it holds need not be computed again; it grows by `num_new`.
+
+        Returns:
+            float32, [vocab_size] or [batch_size, vocab_size].
+
+        Raises:
+            ShapeError: They do not fit; the context is as before.
+        """
+        input_ids = torch.as_tensor(token_ids, device=self.embed_tokens.weight.device)
+        num_new = input_ids.shape[-1]
+        hidden_states = self(input_ids.flatten(), context.positions(num_new), context)
+        context.advance(num_new)
+        last = hidden_states.view(*input_ids.shape, -1)[..., -1, :]
+        return self.compute_logits(last).cpu().numpy()

@@ -4,14 +4,16 @@ Parameter names are those of `ModelSpec.weight_shapes()`. The norms (RMSNorm, Zh
 Sennrich 2019) and the rotation compute in float32 and return the dtype they were given.
 
 In vLLM: vllm/model_executor/layers/.
-Source: chapter 1, "Naive generation".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.models.context import AttentionContext
+from minivllm.models.context import AttentionContext, check_room
 from minivllm.models.spec import ModelSpec
 
 
@@ -122,3 +124,141 @@ class TorchDenseContext:
             q, k, v, is_causal=True, scale=self.scale
         )
         return mixed.squeeze(0).transpose(0, 1)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """Mix the values, for each query those of the keys that its mask allows.
+
+    Args:
+        q: [..., num_queries, num_heads, head_dim].
+        k: [..., num_keys, num_kv_heads, head_dim].
+        v: Like k.
+        scale: Factor on the products.
+        mask: True where a query may look, [..., num_queries, num_keys]; None if each
+            may look everywhere.
+
+    Returns:
+        Like q.
+    """
+    group = q.shape[-2] // k.shape[-2]
+    k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    mask = None if mask is None else mask.unsqueeze(-3)  # the same for all heads
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return mixed.transpose(-3, -2)
+
+
+class TorchCachedContext:
+    """Keeps the keys and values of one text, one row per token in each layer.
+
+    The first `num_tokens` rows are filled. In a pass every layer writes its new rows
+    behind them, all at the same place; `advance` then ends the pass.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        max_tokens: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Reserve room for a text of `max_tokens` tokens, all at once."""
+        shape = (spec.num_layers, max_tokens, spec.num_kv_heads, spec.head_dim)
+        self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
+        self.v_cache = torch.zeros_like(self.k_cache)
+        self.num_tokens = 0
+        self.scale = spec.attention_scale
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the new keys and values, and attend to all there are.
+
+        Raises:
+            ShapeError: The cache is full; nothing is written.
+        """
+        keys, values = self.k_cache[layer], self.v_cache[layer]
+        check_room(self.num_tokens, len(k), len(keys))
+        end = self.num_tokens + len(k)
+        keys[self.num_tokens : end] = k
+        values[self.num_tokens : end] = v
+        mask = None
+        if len(q) > 1:
+            mask = torch.ones(len(q), end, dtype=torch.bool, device=q.device)
+            mask = mask.tril(self.num_tokens)  # row 0 sees num_tokens + 1 keys
+        return masked_attention(q, keys[:end], values[:end], self.scale, mask)
+
+    def positions(self, num_new: int) -> Tensor:
+        """Return the positions of the next tokens, [num_new]."""
+        end = self.num_tokens + num_new
+        return torch.arange(self.num_tokens, end, device=self.k_cache.device)
+
+    def advance(self, num_new: int) -> None:
+        """Count the rows that all layers have written; call it once per pass."""
+        self.num_tokens += num_new
+
+
+class TorchStaticBatchContext:
+    """Keeps the keys and values of several texts that grow in step.
+
+    The texts are the lines of a rectangle, padded on the left: text i begins in column
+    `num_padding[i]`. `num_tokens` columns are filled. A pass gives the new columns of
+    all texts in flat rows, text after text. A row of padding sees itself alone, and
+    nobody else attends to it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        lengths: Sequence[int],
+        max_tokens: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Reserve `max_tokens` columns for prompts of the given lengths."""
+        padding = [max(lengths) - length for length in lengths]
+        self.num_padding = torch.tensor(padding, device=device)
+        shape = (spec.num_layers, len(lengths), max_tokens)
+        heads = (spec.num_kv_heads, spec.head_dim)
+        self.k_cache = torch.zeros(shape + heads, device=device, dtype=dtype)
+        self.v_cache = torch.zeros_like(self.k_cache)
+        self.num_tokens = 0
+        self.scale = spec.attention_scale
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the new columns, and attend within each text.
+
+        Raises:
+            ShapeError: The cache is full; nothing is written.
+        """
+        batch_size = len(self.num_padding)
+        q, k, v = (x.unflatten(0, (batch_size, -1)) for x in (q, k, v))
+        keys, values = self.k_cache[layer], self.v_cache[layer]
+        check_room(self.num_tokens, k.shape[1], keys.shape[1])
+        end = self.num_tokens + k.shape[1]
+        keys[:, self.num_tokens : end] = k
+        values[:, self.num_tokens : end] = v
+        mask = self.mask(end)
+        return masked_attention(
+            q, keys[:, :end], values[:, :end], self.scale, mask
+        ).flatten(0, 1)
+
+    def mask(self, end: int) -> Tensor:
+        """Return who may look where, [batch_size, num_new, end]."""
+        keys = torch.arange(end, device=self.k_cache.device)
+        queries = keys[self.num_tokens :, None]
+        is_text = keys >= self.num_padding[:, None, None]
+        # Without a key to see, a softmax is NaN: padding sees itself.
+        return (keys <= queries) & is_text | (keys == queries)
+
+    def positions(self, num_new: int) -> Tensor:
+        """Return the positions of the next columns, text after text, padding at 0."""
+        end = self.num_tokens + num_new
+        columns = torch.arange(self.num_tokens, end, device=self.k_cache.device)
+        return (columns - self.num_padding[:, None]).clamp(min=0).flatten()
+
+    def advance(self, num_new: int) -> None:
+        """Count the columns that all layers have written; call it once per pass."""
+        self.num_tokens += num_new

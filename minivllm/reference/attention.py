@@ -1,10 +1,13 @@
 """Attention in NumPy, float32, the way the formula is written.
 
-Source: chapter 1, "Naive generation".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
+from minivllm.models.context import check_room
 from minivllm.models.spec import ModelSpec
 
 
@@ -74,3 +77,100 @@ class DenseContext:
     ) -> np.ndarray:
         """Attend causally among the given tokens."""
         return causal_attention(q, k, v, self.scale)
+
+
+class CachedContext:
+    """Keeps the keys and values of one text, one row per token in each layer.
+
+    The first `num_tokens` rows are filled. In a pass every layer writes its new rows
+    behind them, all at the same place; `advance` then ends the pass.
+    """
+
+    def __init__(self, spec: ModelSpec, max_tokens: int) -> None:
+        """Reserve room for a text of `max_tokens` tokens, all at once."""
+        shape = (spec.num_layers, max_tokens, spec.num_kv_heads, spec.head_dim)
+        self.k_cache = np.zeros(shape, dtype=np.float32)
+        self.v_cache = np.zeros(shape, dtype=np.float32)
+        self.num_tokens = 0
+        self.scale = spec.attention_scale
+
+    def attend(
+        self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray
+    ) -> np.ndarray:
+        """Store the new keys and values, and attend to all there are.
+
+        Raises:
+            ShapeError: The cache is full; nothing is written.
+        """
+        keys, values = self.k_cache[layer], self.v_cache[layer]
+        check_room(self.num_tokens, len(k), len(keys))
+        end = self.num_tokens + len(k)
+        keys[self.num_tokens : end] = k
+        values[self.num_tokens : end] = v
+        return causal_attention(q, keys[:end], values[:end], self.scale)
+
+    def positions(self, num_new: int) -> np.ndarray:
+        """Return the positions of the next tokens, [num_new]."""
+        return np.arange(self.num_tokens, self.num_tokens + num_new)
+
+    def advance(self, num_new: int) -> None:
+        """Count the rows that all layers have written; call it once per pass."""
+        self.num_tokens += num_new
+
+
+class StaticBatchContext:
+    """Keeps the keys and values of several texts that grow in step.
+
+    The texts are the lines of a rectangle, padded on the left: text i begins in column
+    `num_padding[i]`. `num_tokens` columns are filled. A pass gives the new columns of
+    all texts in flat rows, text after text. Rows of padding get zeros back, and nobody
+    attends to them.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, lengths: Sequence[int], max_tokens: int
+    ) -> None:
+        """Reserve `max_tokens` columns for prompts of the given lengths."""
+        self.num_padding = max(lengths) - np.array(lengths)
+        shape = (spec.num_layers, len(lengths), max_tokens)
+        heads = (spec.num_kv_heads, spec.head_dim)
+        self.k_cache = np.zeros(shape + heads, dtype=np.float32)
+        self.v_cache = np.zeros(shape + heads, dtype=np.float32)
+        self.num_tokens = 0
+        self.scale = spec.attention_scale
+
+    def attend(
+        self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray
+    ) -> np.ndarray:
+        """Store the new columns, and attend within each text.
+
+        Raises:
+            ShapeError: The cache is full; nothing is written.
+        """
+        q, k, v = (
+            x.reshape(len(self.num_padding), -1, *x.shape[1:]) for x in (q, k, v)
+        )
+        keys, values = self.k_cache[layer], self.v_cache[layer]
+        start, num_new = self.num_tokens, k.shape[1]
+        check_room(start, num_new, keys.shape[1])
+        end = start + num_new
+        keys[:, start:end] = k
+        values[:, start:end] = v
+        mixed = np.zeros_like(q)
+        for text, first in enumerate(self.num_padding):
+            if first < end:  # else nothing but padding so far
+                new = slice(max(first - start, 0), None)
+                own = (text, slice(first, end))
+                mixed[text, new] = causal_attention(
+                    q[text, new], keys[own], values[own], self.scale
+                )
+        return mixed.reshape(-1, *q.shape[2:])
+
+    def positions(self, num_new: int) -> np.ndarray:
+        """Return the positions of the next columns, text after text, padding at 0."""
+        columns = np.arange(self.num_tokens, self.num_tokens + num_new)
+        return np.maximum(columns - self.num_padding[:, None], 0).ravel()
+
+    def advance(self, num_new: int) -> None:
+        """Count the columns that all layers have written; call it once per pass."""
+        self.num_tokens += num_new

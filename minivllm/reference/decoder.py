@@ -4,17 +4,17 @@ It is the oracle: whatever a faster decoder computes is compared with this one. 
 never imports torch.
 
 In vLLM: vllm/model_executor/models/llama.py.
-Source: chapter 1, "Naive generation".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from minivllm.models.context import AttentionContext
+from minivllm.models.context import AttentionContext, CachingContext
 from minivllm.models.rotary import inverse_frequencies
 from minivllm.models.spec import ModelSpec
-from minivllm.reference.attention import DenseContext
+from minivllm.reference.attention import CachedContext, DenseContext, StaticBatchContext
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -153,3 +153,39 @@ class NumpyDecoder:
             np.asarray(token_ids), np.arange(len(token_ids)), self.dense_context()
         )
         return self.compute_logits(hidden_states[-1])
+
+    def cached_context(self, max_tokens: int) -> CachedContext:
+        """Return an empty cache for one text of at most `max_tokens` tokens."""
+        return CachedContext(self.spec, max_tokens)
+
+    def extend(
+        self,
+        token_ids: Sequence[int] | Sequence[Sequence[int]],
+        context: CachingContext[np.ndarray],
+    ) -> np.ndarray:
+        """Add new tokens to the text in a context and score what follows.
+
+        Args:
+            token_ids: The new tokens, [num_new], or those of several texts,
+                [batch_size, num_new].
+            context: What it holds need not be computed again; it grows by `num_new`.
+
+        Returns:
+            [vocab_size], or [batch_size, vocab_size].
+
+        Raises:
+            ShapeError: They do not fit; the context is as before.
+        """
+        input_ids = np.asarray(token_ids)
+        num_new = input_ids.shape[-1]
+        positions = context.positions(num_new)
+        hidden_states = self.forward(input_ids.ravel(), positions, context)
+        context.advance(num_new)
+        last = hidden_states.reshape(*input_ids.shape, -1)[..., -1, :]
+        return self.compute_logits(last)
+
+    def static_batch_context(
+        self, lengths: Sequence[int], max_tokens: int
+    ) -> StaticBatchContext:
+        """Return an empty cache for prompts of these lengths, padded on the left."""
+        return StaticBatchContext(self.spec, lengths, max_tokens)

@@ -107,15 +107,18 @@ def test_the_notation_has_every_weight_with_its_shape(spec: ModelSpec) -> None:
     assert named == of_one_layer
 
 
-def test_the_notation_has_the_letters_of_chapter_1() -> None:
-    chapter = (BOOK / "src" / "01_naive_generation.md").read_text()
+@pytest.mark.parametrize(
+    ("name", "count"), [("01_naive_generation", 3), ("02_kv_cache", 2)]
+)
+def test_the_notation_has_the_letters_of_the_chapters(name: str, count: int) -> None:
+    chapter = (BOOK / "src" / f"{name}.md").read_text()
     table = section(page("notation"), "Letters")
     known = set(re.findall(r"\$(\\?\w+)\$", table))
     formulas = re.findall(r"\$\$(.+?)\$\$", chapter, re.S)
-    assert len(formulas) >= 3
+    assert len(formulas) >= count
     for formula in formulas:
         greek = re.findall(r"\\(?:theta|varepsilon)\b", formula)
-        latin = re.sub(r"\\(?:operatorname|tag)\{.+?\}|\\[a-z]+", " ", formula)
+        latin = re.sub(r"\\(?:operatorname|tag|text)\{.+?\}|\\[a-z]+", " ", formula)
         letters = greek + re.findall(r"[a-zA-Z]", latin)
         assert set(letters) <= known, formula
 
@@ -141,12 +144,14 @@ def test_the_glossary_is_in_order() -> None:
 
 
 WANTED = """
-attention · atomic write · bfloat16 · bias · block · causal mask · chat template ·
-context · decoder · dense context · embedding · float32 · FLOP/s · GGUF · greedy ·
+arithmetic intensity · atomic write · attention · bandwidth · batch · bfloat16 ·
+bias · block · causal mask · chat template · context · decode · decoder ·
+dense context · embedding · float32 · FLOP/s · GGUF · greedy ·
 grouped-query attention · head · hidden state · induction head · key · KV cache ·
-layer · logits · MLP · NaN · oracle · parameter · perplexity · prefill · prefix ·
-projection · prompt · quantised · query · residual stream · RMSNorm · RoPE ·
-safetensors · score · softmax · special token · SwiGLU · temperature · tensor · token ·
+layer · logits · memory-bound · MLP · NaN · oracle · padding · parameter · pass ·
+perplexity · prefill · prefix · projection · prompt · quantised · query ·
+residual stream · RMSNorm · roofline · RoPE · safetensors · score · softmax ·
+special token · static batching · SwiGLU · temperature · tensor · throughput · token ·
 token id · tokenizer · value · vocabulary · weight · wheel
 """
 
