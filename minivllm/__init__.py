@@ -5,16 +5,21 @@ A reading order:
 1. `models/spec.py`: what a decoder is, as data.
 2. `reference/attention.py` and `reference/decoder.py`: the decoder in NumPy.
 3. `models/layers.py` and `models/decoder.py`: the same in torch.
-4. `generation.py`: the loop that writes a text, the slow way.
-5. `text/`: from text to token ids and back.
-6. `loading/`: from the name of a model to its weights.
-7. `cli/`: the command line over all of it.
+4. `generation.py`: the loops that write a text, without an engine.
+5. `request.py`, `outputs.py` and `sampling/params.py`: what travels through the engine.
+6. `engine/block_manager.py` and `runners/attention_metadata.py`: the paged KV cache.
+7. `engine/scheduler.py` and `engine/engine.py`: what each step computes, and the step.
+8. `runners/numpy_runner.py`, then `runners/torch_runner.py`: the arithmetic.
+9. `llm.py`: the door to all of it.
+10. `text/`: from text to token ids and back.
+11. `loading/`: from the name of a model to its weights.
+12. `cli/`: the command line.
 
 `import minivllm` is light: a public name is imported from its module at first use,
 so neither NumPy nor torch is loaded before something needs it.
 
 In vLLM: vllm/__init__.py (MODULE_ATTRS), which is lazy in the same way.
-Source: appendix A4, "The command line".
+Source: appendix A4, "The command line"; appendix A7, "LLM"; appendix A8, "Traces".
 """
 
 import importlib
@@ -39,6 +44,18 @@ _MODULES = {
     "load_spec": "minivllm.loading.loader",
     "resolve_model": "minivllm.loading.hub",
     "stream_naive": "minivllm.generation",
+    "CompletionOutput": "minivllm.outputs",
+    "FakeRunner": "minivllm.runners.fake_runner",
+    "LLM": "minivllm.llm",
+    "LLMEngine": "minivllm.engine.engine",
+    "Policy": "minivllm.engine.scheduler",
+    "RequestMetrics": "minivllm.outputs",
+    "RequestOutput": "minivllm.outputs",
+    "SamplingParams": "minivllm.sampling.params",
+    "StepCost": "minivllm.runners.fake_runner",
+    "TwinReport": "minivllm.twin",
+    "read_trace": "minivllm.engine.trace",
+    "replay": "minivllm.twin",
 }
 
 

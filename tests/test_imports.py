@@ -19,21 +19,61 @@ LAYERS = {
     "config": {"errors"},
     "json_files": {"errors"},
     "text": {"errors", "json_files"},
-    "models": {"errors"},
+    "ops": {"errors"},
+    "models": {"errors", "ops"},
     "reference": {"errors", "models"},
-    "runners": {"models"},
     "generation": {"errors", "models"},
     "loading": {"errors", "config", "json_files", "models", "reference"},
-    "cli": {"errors", "config", "text", "loading", "generation", "__init__"},
+    "sampling": {"errors"},
+    "request": {"errors", "sampling"},
+    "outputs": set(),
+    "runners": {
+        *("errors", "text", "models", "reference", "loading", "sampling", "request"),
+    },
+    "engine": {"errors", "text", "sampling", "request", "outputs", "runners"},
+    "llm": {
+        *("errors", "config", "sampling", "request", "outputs", "runners", "engine"),
+    },
+    "twin": {
+        *("errors", "text", "reference", "loading", "sampling", "request", "outputs"),
+        *("runners", "engine"),
+    },
+    "benchmarks": {
+        *("errors", "models", "generation", "sampling", "outputs", "engine"),
+    },
+    "viewer": {"errors"},
+    "cli": {
+        *("errors", "config", "text", "loading", "sampling", "runners", "engine"),
+        *("llm", "generation", "benchmarks", "viewer", "__init__"),
+    },
     "__init__": set(),
     "__main__": {"cli"},
 }
 # Only these modules may import torch, at the top or lazily.
 TORCH_MODULES = {
-    "models/layers.py",
-    "models/decoder.py",
+    "benchmarks/machine.py",
     "loading/loader.py",
+    "models/decoder.py",
+    "models/layers.py",
+    "models/merged.py",
+    "ops/linear.py",
+    "runners/torch_runner.py",
+    "sampling/sampler.py",
 }
+# The bookkeeping: ids, counts and times, with no array library in sight.
+PLAIN_MODULES = {
+    "engine/__init__.py",
+    "engine/block_manager.py",
+    "engine/engine.py",
+    "engine/scheduler.py",
+    "engine/trace.py",
+    "outputs.py",
+    "request.py",
+    "runners/base.py",
+    "runners/fake_runner.py",
+    "sampling/params.py",
+}
+ARRAY_LIBRARIES = {"numpy", "torch", "scipy", "jax", "cupy", "pandas"}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -80,6 +120,35 @@ def test_only_the_torch_half_names_torch():
     assert torch_users == TORCH_MODULES
 
 
+@pytest.mark.parametrize("module", sorted(PLAIN_MODULES))
+def test_the_bookkeeping_names_no_array_library(module):
+    names = {name.split(".")[0] for name in imports_of(PACKAGE / module)}
+    assert not names & ARRAY_LIBRARIES
+
+
+def test_every_module_of_the_engine_is_bookkeeping():
+    engine = {module for module in modules() if module.startswith("engine/")}
+    assert engine == {name for name in PLAIN_MODULES if name.startswith("engine/")}
+
+
+def test_a_whole_engine_runs_without_any_array_library():
+    script = """
+import sys
+from minivllm.engine.engine import LLMEngine
+from minivllm.runners.fake_runner import FakeRunner
+from minivllm.sampling.params import SamplingParams
+
+engine = LLMEngine(FakeRunner(script={"a": [7, 8]}))
+engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=2))
+while engine.has_unfinished_requests():
+    outputs = engine.step()
+print(outputs[0].outputs[0].token_ids, *sys.modules)
+"""
+    answer, _, loaded = python(script).stdout.partition("]")
+    assert answer == "[7, 8"
+    assert not {name.split(".")[0] for name in loaded.split()} & ARRAY_LIBRARIES
+
+
 @pytest.mark.parametrize("foreign", ["transformers", "bookkit"])
 def test_what_only_tests_and_book_use_is_never_imported(foreign):
     users = [
@@ -124,8 +193,16 @@ model = load_model({folder!r}, backend="numpy")
 tokenizer = Tokenizer.from_dir({folder!r})
 prompt = tokenizer.encode_chat([{{"role": "user", "content": "Why?"}}])
 print(tokenizer.decode(generate_naive(model, prompt, 7)))
+
+from minivllm.llm import LLM
+from minivllm.sampling.params import SamplingParams
+
+with LLM({folder!r}, backend="numpy", num_blocks=8) as llm:
+    (output,) = llm.generate("sky:", SamplingParams(temperature=0))
+    print(output.outputs[0].text, type(llm.engine.runner).__name__)
+assert "torch" not in sys.modules
 """
-    assert python(script).stdout == " blué!\n"
+    assert python(script).stdout == " blué!\n blué! NumpyRunner\n"
 
 
 def test_every_public_name_is_there_and_listed():

@@ -5,7 +5,7 @@ dark page, needs no network and no kernel, and prints as text where no HTML is s
 The same data gives the same bytes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bookkit.figures import attention as _attention
@@ -39,8 +39,10 @@ __all__ = [
     "player",
     "slots",
     "table",
+    "timeline",
     "tokens",
     "top_tokens",
+    "trace",
 ]
 
 
@@ -217,6 +219,7 @@ def slots(
     *,
     num_blocks: int,
     block_size: int,
+    cached_blocks: Collection[int] = (),
 ) -> Figure:
     """Draw the block tables and the slots they point to.
 
@@ -226,9 +229,10 @@ def slots(
         num_prompt_tokens: Request to how many of them are its prompt; default all.
         num_blocks: Blocks in the cache.
         block_size: Slots in a block.
+        cached_blocks: Blocks whose content is known; those that are free are striped.
     """
     return _block_tables.slots(
-        block_ids, num_tokens, num_prompt_tokens, num_blocks, block_size
+        block_ids, num_tokens, num_prompt_tokens, num_blocks, block_size, cached_blocks
     )
 
 
@@ -238,8 +242,8 @@ def block_tables(
     """Draw the block tables over time, with a slider.
 
     Args:
-        frames: One mapping per step with `event` (a sentence) and the first three
-            arguments of `slots`.
+        frames: One mapping per step with `event` (a sentence), the first three
+            arguments of `slots` and, where there are any, `cached_blocks`.
         num_blocks: Blocks in the cache.
         block_size: Slots in a block.
     """
@@ -251,3 +255,44 @@ def player(
 ) -> Figure:
     """Put figures behind a slider, one caption each."""
     return _player.player(figures, captions, label)
+
+
+def timeline(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]] | Sequence[Mapping[str, Any]],
+    requests: Sequence[str],
+    title: str = "",
+) -> Figure:
+    """Draw the life of requests over time: waiting, prompt, answer.
+
+    Args:
+        runs: The step records of an engine (`engine.listeners`), or several lists of
+            them by name, drawn above one another on one time axis.
+        requests: The ids of the requests, one row each.
+        title: What the figure answers.
+    """
+    # Imported here: matplotlib takes half a second.
+    from bookkit.figures import timeline as _timeline
+
+    named = runs if isinstance(runs, Mapping) else {"": runs}
+    return _timeline.timeline(named, title, list(requests))
+
+
+def trace(
+    records: Sequence[Mapping[str, Any]],
+    *,
+    block_size: int,
+    tokenizer: HasTokenBytes | None = None,
+    label: str = "The engine at work",
+) -> Figure:
+    """Draw what an engine did, with a slider: queues, batch, block tables, pool.
+
+    Args:
+        records: From `engine.listeners.append(records.append)`, or a trace file.
+        block_size: Slots in a block.
+        tokenizer: Shows new tokens as text instead of ids.
+        label: What the figure is called.
+    """
+    # Imported here: only the chapters that draw a trace need the package's viewer.
+    from bookkit.figures import trace as _trace
+
+    return _trace.trace(records, block_size, tokenizer, label)

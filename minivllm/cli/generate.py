@@ -4,24 +4,24 @@ The text goes to standard output as it becomes certain; one line of numbers foll
 on standard error, so that a pipe gets the text alone.
 
 In vLLM: vllm/entrypoints/cli/openai.py (CompleteCommand), a client of its server.
-Source: appendix A4, "The command line".
+Source: appendix A4, "The command line"; appendix A9, "Measuring".
 """
 
 import argparse
-import importlib.util
 import math
 import os
+import secrets
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from minivllm.cli.main import INTERRUPTED
-from minivllm.config import DEFAULT_MODEL
-from minivllm.errors import RequestError
+from minivllm.cli.options import add_model_options, apply_model_options, integer
+from minivllm.errors import MinivllmError, RequestError
 
 if TYPE_CHECKING:
-    from minivllm.generation import NextTokenModel
+    from minivllm.llm import LLM
+    from minivllm.sampling.params import SamplingParams
     from minivllm.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 256
@@ -35,19 +35,6 @@ examples:
 """
 
 
-def integer(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
-    """Return a parser of integers within limits, for argparse."""
-    limits = f"at least {minimum}" + (f" and at most {maximum}" if maximum else "")
-
-    def parse(text: str) -> int:
-        value = int(text) if text.isdecimal() else -1
-        if value < minimum or (maximum and value > maximum):
-            raise argparse.ArgumentTypeError(f"{text!r} is no integer of {limits}")
-        return value
-
-    return parse
-
-
 def temperature(text: str) -> float:
     """Parse a temperature, for argparse."""
     try:
@@ -57,40 +44,6 @@ def temperature(text: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
     return value
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which model runs, and on what."""
-    add = parser.add_argument
-    add(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="a short name, a folder, a .gguf file or a hub id such as "
-        "Qwen/Qwen3-0.6B (default: %(default)s, fetched at first use)",
-    )
-    add(
-        "--backend",
-        choices=("auto", "numpy", "torch"),
-        default="auto",
-        help="what computes (default: torch where it is installed, else numpy)",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="number type of the weights (default: as stored; numpy has float32 only)",
-    )
-    add(
-        "--device",
-        default="auto",
-        help="cpu, cuda, cuda:N or mps (default: the GPU if torch sees one)",
-    )
-    add(
-        "--threads",
-        type=integer(1, os.cpu_count()),
-        metavar="N",
-        help="CPU threads to compute with (default: the library's choice)",
-    )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +63,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="0 takes the likeliest token, higher is more random (default: 0)",
     )
-    add("--seed", type=integer(0), metavar="N", help="make random choices repeatable")
+    add(
+        "--seed",
+        type=integer(0, 2**64 - 1),
+        metavar="N",
+        help="make random choices repeatable",
+    )
     add("--system", metavar="TEXT", help="a system message to put before the prompt")
     add(
         "--raw",
@@ -149,20 +107,6 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     return prompt
 
 
-def limit_threads(count: int) -> None:
-    """Tell the libraries that are loaded later how many CPU threads to use."""
-    for library in ("OMP", "OPENBLAS", "MKL", "VECLIB"):
-        suffix = "MAXIMUM_THREADS" if library == "VECLIB" else "NUM_THREADS"
-        os.environ[f"{library}_{suffix}"] = str(count)
-
-
-def choose_backend(backend: str) -> str:
-    """Turn "auto" into "torch" where it is installed, else into "numpy"."""
-    if backend != "auto":
-        return backend
-    return "torch" if importlib.util.find_spec("torch") else "numpy"
-
-
 def encode_prompt(
     tokenizer: "Tokenizer", prompt: str, arguments: argparse.Namespace
 ) -> list[int]:
@@ -199,38 +143,24 @@ def summary(num_prompt_tokens: int, seconds: list[float], finish_reason: str) ->
 
 
 def stream(
-    model: "NextTokenModel",
-    tokenizer: "Tokenizer",
+    llm: "LLM",
     prompt_token_ids: list[int],
-    arguments: argparse.Namespace,
+    sampling_params: "SamplingParams",
 ) -> int:
     """Write the answer piece by piece, then the line of numbers."""
-    from minivllm.generation import stream_naive
-    from minivllm.text.detokenizer import IncrementalDetokenizer
-
-    room = model.spec.max_position_embeddings - len(prompt_token_ids)
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    finish_reason = "length"
+    finish_reason = error = None
     seconds = []  # when each token came
     start = time.perf_counter()
-    token_ids = stream_naive(
-        model,
-        prompt_token_ids,
-        arguments.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room)),
-        stop_token_ids=tokenizer.eos_token_ids,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-    )
     try:
-        for token_id in token_ids:
-            seconds.append(time.perf_counter() - start)
-            if token_id in tokenizer.eos_token_ids:
-                finish_reason = "stop"
-            else:
-                print(detokenizer.add(token_id), end="", flush=True)
+        for piece in llm.stream(prompt_token_ids, sampling_params):
+            seconds += [time.perf_counter() - start] * len(piece.token_ids)
+            finish_reason, error = piece.finish_reason, piece.error
+            print(piece.text, end="", flush=True)
     except KeyboardInterrupt:
         finish_reason = "abort"
-    print(detokenizer.finish(), flush=True)
+    print(flush=True)
+    if error:
+        raise MinivllmError(error)
     print(summary(len(prompt_token_ids), seconds, finish_reason), file=sys.stderr)
     return INTERRUPTED if finish_reason == "abort" else 0
 
@@ -238,21 +168,39 @@ def stream(
 def run(arguments: argparse.Namespace) -> int:
     """Load the model, stream its answer and return the exit code."""
     prompt = read_prompt(arguments)
-    if arguments.threads:
-        limit_threads(arguments.threads)
+    apply_model_options(arguments)
     # Imported only now: NumPy and torch read the number of threads when they load.
+    from minivllm.generation import check_request
+    from minivllm.llm import LLM
     from minivllm.loading.hub import resolve_model
-    from minivllm.loading.loader import load_model
+    from minivllm.loading.loader import load_spec
+    from minivllm.sampling.params import SamplingParams
     from minivllm.text.tokenizer import Tokenizer
 
+    # Whatever can be refused is refused before the weights are read.
     folder = resolve_model(arguments.model, progress=True)
-    tokenizer = Tokenizer.from_dir(folder)
-    prompt_token_ids = encode_prompt(tokenizer, prompt, arguments)
-    model = load_model(
+    prompt_token_ids = encode_prompt(Tokenizer.from_dir(folder), prompt, arguments)
+    spec = load_spec(folder)
+    context = spec.max_position_embeddings
+    room = context - len(prompt_token_ids)
+    max_tokens = arguments.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
+    check_request(spec, prompt_token_ids, max_tokens, arguments.temperature)
+    seed = secrets.randbits(64) if arguments.seed is None else arguments.seed
+    block_size = math.gcd(context, 16)  # the last block ends with the context
+    with LLM(
         folder,
-        backend=choose_backend(arguments.backend),
+        backend=arguments.backend,
         dtype=arguments.dtype,
         device=arguments.device,
-    )
-    tokenizer.check_embedding_rows(model.spec.vocab_size)
-    return stream(model, tokenizer, prompt_token_ids, arguments)
+        block_size=block_size,
+        num_blocks=-(-(len(prompt_token_ids) + max_tokens) // block_size),
+        max_num_seqs=1,
+        max_model_len=context,
+    ) as llm:
+        return stream(
+            llm,
+            prompt_token_ids,
+            SamplingParams(
+                temperature=arguments.temperature, max_tokens=max_tokens, seed=seed
+            ),
+        )

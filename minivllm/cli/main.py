@@ -5,7 +5,8 @@ one of the exit codes below; a traceback is a bug of ours. Only the module of th
 named subcommand is imported, so `--help` loads no array library.
 
 In vLLM: vllm/entrypoints/cli/main.py.
-Source: appendix A4, "The command line".
+Source: appendix A4, "The command line"; appendix A8, "Traces"; appendix A9,
+    "Measuring".
 """
 
 import argparse
@@ -29,6 +30,8 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 # Subcommand: its module, and one line for --help.
 COMMANDS = {
     "generate": ("minivllm.cli.generate", "answer a prompt, or continue a text"),
+    "trace": ("minivllm.cli.trace", "show what the engine did, step by step"),
+    "bench": ("minivllm.cli.bench", "measure how fast the engine is on this machine"),
 }
 
 EXIT_CODES = """\

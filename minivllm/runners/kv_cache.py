@@ -1,7 +1,7 @@
 """How much memory keys and values take.
 
 In vLLM: vllm/v1/kv_cache_interface.py (AttentionSpec).
-Source: chapter 2, "The KV cache".
+Source: chapter 2, "The KV cache"; chapter 3, "Paging".
 """
 
 from minivllm.models.spec import ModelSpec
@@ -16,3 +16,10 @@ def kv_bytes_per_token(spec: ModelSpec, bytes_per_element: int) -> int:
     """
     kv_size = spec.num_kv_heads * spec.head_dim
     return 2 * spec.num_layers * kv_size * bytes_per_element
+
+
+def num_blocks_for(
+    memory_bytes: int, spec: ModelSpec, block_size: int, bytes_per_element: int
+) -> int:
+    """Return how many whole blocks fit into so much memory, possibly none."""
+    return memory_bytes // (block_size * kv_bytes_per_token(spec, bytes_per_element))

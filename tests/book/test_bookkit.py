@@ -430,6 +430,15 @@ def test_any_matplotlib_figure_becomes_a_figure_of_the_book():
         draw.figure(fig, alt=" ")
 
 
+def test_a_figure_of_pyplot_is_shown_once():
+    from matplotlib import pyplot
+
+    fig, _ = pyplot.subplots()
+    assert pyplot.fignum_exists(fig.number)
+    draw.figure(fig, alt="an empty plot")
+    assert not pyplot.fignum_exists(fig.number)
+
+
 def test_slots_show_prompt_generated_free_and_shared():
     figure = draw.slots(
         {"A": [0, 2], "B": [0, 1]},
@@ -452,6 +461,19 @@ def test_slots_show_prompt_generated_free_and_shared():
         draw.slots({"A": [0]}, {"A": 5}, num_blocks=4, block_size=4)
     with pytest.raises(ValueError, match="holds block 4"):
         draw.slots({"A": [4]}, {"A": 1}, num_blocks=4, block_size=4)
+
+
+def test_free_blocks_whose_content_is_known_are_striped():
+    figure = draw.slots(
+        {"A": [1]}, {"A": 1}, num_blocks=3, block_size=2, cached_blocks=[2, 1]
+    )
+    slots = re.findall(r"mv-slot mv-(\w+)", figure.body)
+    assert slots == ["free", "free", "prompt", "free", "kept", "kept"]
+    assert "free blocks whose content is known: [2]" in repr(figure)
+    assert "Striped" in figure.body
+    frame = {**FRAMES[0], "cached_blocks": [3]}
+    player = draw.block_tables([frame], num_blocks=4, block_size=4)
+    assert "content is known: [3]" in repr(player)
 
 
 def test_a_player_holds_every_frame_and_starts_with_the_first():

@@ -108,7 +108,8 @@ def test_the_notation_has_every_weight_with_its_shape(spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("01_naive_generation", 3), ("02_kv_cache", 2)]
+    ("name", "count"),
+    [("01_naive_generation", 3), ("02_kv_cache", 2), ("03_paging", 1)],
 )
 def test_the_notation_has_the_letters_of_the_chapters(name: str, count: int) -> None:
     chapter = (BOOK / "src" / f"{name}.md").read_text()
@@ -145,14 +146,16 @@ def test_the_glossary_is_in_order() -> None:
 
 WANTED = """
 arithmetic intensity · atomic write · attention · bandwidth · batch · bfloat16 ·
-bias · block · causal mask · chat template · context · decode · decoder ·
-dense context · embedding · float32 · FLOP/s · GGUF · greedy ·
-grouped-query attention · head · hidden state · induction head · key · KV cache ·
-layer · logits · memory-bound · MLP · NaN · oracle · padding · parameter · pass ·
-perplexity · prefill · prefix · projection · prompt · quantised · query ·
-residual stream · RMSNorm · roofline · RoPE · safetensors · score · softmax ·
-special token · static batching · SwiGLU · temperature · tensor · throughput · token ·
-token id · tokenizer · value · vocabulary · weight · wheel
+bias · block · block table · causal mask · chat template · context · decode ·
+decoder · dense context · embedding · eviction · external fragmentation · float32 ·
+FLOP/s · GGUF · greedy · grouped-query attention · head · hidden state · induction
+head · internal fragmentation · key · KV cache · layer · logits · memory-bound · MLP
+· NaN · online softmax · oracle · padding · paging · parameter · pass · perplexity ·
+prefill · prefix · prefix caching · projection · prompt · quantised · query ·
+reference count · residual stream · RMSNorm · roofline · RoPE · safetensors · salt ·
+score · slot · slot mapping · softmax · special token · static batching · SwiGLU ·
+system prompt · temperature · tensor · throughput · token · token id · tokenizer ·
+value · vocabulary · weight · wheel
 """
 
 

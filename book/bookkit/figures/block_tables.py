@@ -1,6 +1,6 @@
 """The paged KV cache: block tables and the slots they point to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bookkit import palette
@@ -29,6 +29,8 @@ _CSS = """
 .mv-figure .mv-slots{display:grid;gap:2px;
  grid-template-columns:repeat(var(--mv-row),minmax(0,1fr))}
 .mv-figure .mv-slot{height:15px;border-radius:3px}
+.mv-figure .mv-kept{border:1px solid var(--mv-line);
+ background:repeating-linear-gradient(45deg,transparent 0 3px,var(--mv-line) 3px 5px)}
 """
 
 
@@ -38,6 +40,7 @@ def slots(
     num_prompt_tokens: Mapping[str, int] | None,
     num_blocks: int,
     block_size: int,
+    cached_blocks: Collection[int] = (),
     names: Sequence[str] | None = None,
 ) -> Figure:
     """See `bookkit.draw.slots`."""
@@ -50,8 +53,11 @@ def slots(
     rows = [
         _table_row(name, blocks, num_tokens[name]) for name, blocks in block_ids.items()
     ]
+    kept = sorted(set(cached_blocks) - set(owners))
     cells = [
-        _block(block, owners.get(block, []), num_tokens, prompts, block_size)
+        _block(block, owners[block], num_tokens, prompts, block_size)
+        if block in owners
+        else _free_block(block, block in kept, block_size)
         for block in range(num_blocks)
     ]
     free = num_blocks - len(owners)
@@ -64,7 +70,8 @@ def slots(
         f'<div class="mv-blocks" style="--mv-block:{18 + 15 * row}px;--mv-row:{row}">'
         f"{''.join(cells)}</div></div></div>"
         '<p class="mv-note">Filled: prompt token. Outlined: generated. Empty: free '
-        "slot. Double border: shared block.</p>"
+        f"slot. {'Striped: free, but its content is known. ' if kept else ''}"
+        "Double border: shared block.</p>"
     )
     lines = [
         f"  {name}: {num_tokens[name]} tokens in blocks {list(blocks)}"
@@ -74,6 +81,8 @@ def slots(
     shared = sorted(block for block, users in owners.items() if len(users) > 1)
     if shared:
         lines.append(f"  shared blocks: {shared}")
+    if kept:
+        lines.append(f"  free blocks whose content is known: {kept}")
     text = "\n".join([head, *lines])
     alt = head + ". " + ". ".join(line.strip() for line in lines) + "."
     css = _CSS + request_css(names if names is not None else block_ids)
@@ -93,6 +102,7 @@ def block_tables(
             frame.get("num_prompt_tokens"),
             num_blocks,
             block_size,
+            frame.get("cached_blocks", ()),
             names,
         )
         for frame in frames
@@ -151,6 +161,15 @@ def _block(
                 break
         cells.append(f'<i class="mv-slot {cls}"></i>')
     names = " ".join(escape(name) for name, _ in users)
+    return _card(block, names, cells, state)
+
+
+def _free_block(block: int, is_kept: bool, block_size: int) -> str:
+    cls = "mv-kept" if is_kept else "mv-free"
+    return _card(block, "", [f'<i class="mv-slot {cls}"></i>'] * block_size)
+
+
+def _card(block: int, names: str, cells: Sequence[str], state: str = "") -> str:
     return (
         f'<div class="mv-block{state}"><div class="mv-block-name"><b>{block}</b>'
         f'<span>{names}</span></div><div class="mv-slots">{"".join(cells)}</div></div>'

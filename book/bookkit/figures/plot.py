@@ -3,6 +3,7 @@
 import hashlib
 import io
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,9 @@ def figure(fig: MplFigure, alt: str, text: str | None = None) -> Figure:
     buffer = io.StringIO()
     with style():
         fig.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        pyplot.close(fig)  # else a notebook shows it once more, as it is
     return Figure(_follow_page(buffer.getvalue()), text=text or alt, alt=alt, width=540)
 
 

@@ -1,0 +1,1 @@
+"""Measurements that are made once and kept, with machine, versions and command."""

@@ -1,0 +1,436 @@
+"""`LLM`: a model and its engine behind three methods.
+
+    with LLM() as llm:
+        for output in llm.generate(["Once upon a time", "The sky is"]):
+            print(output.outputs[0].text)
+
+Any number of threads may call the methods at the same time: their requests share the
+steps of one engine. There is no thread of its own; a caller who waits makes the next
+step for all, unless another caller is making it.
+
+In vLLM: vllm/entrypoints/llm.py (LLM).
+Source: appendix A7, "LLM".
+"""
+
+import difflib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import DEFAULT_MODEL
+from minivllm.engine.engine import LLMEngine
+from minivllm.engine.scheduler import Policy, find_policy
+from minivllm.engine.trace import TraceWriter, check_trace_path, describe_engine
+from minivllm.errors import ConfigError, MinivllmError, RequestError
+from minivllm.outputs import CompletionOutput, RequestOutput
+from minivllm.request import Request
+from minivllm.runners.build import CacheConfig, build_runner, check_integer
+from minivllm.sampling.params import DEFAULT_MAX_TOKENS, SamplingParams
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+OPTIONS = (
+    *("model", "backend", "dtype", "device", "block_size", "num_blocks"),
+    *("kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs"),
+    *("max_num_batched_tokens", "max_model_len", "enable_prefix_caching"),
+    *("policy", "seed", "trace"),
+)
+
+
+class LLM:
+    """A model that answers many requests at once."""
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        backend: str = "auto",
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        policy: str | Policy = "mixed",
+        seed: int = 0,
+        trace: str | Path | None = None,
+        **unknown: Any,
+    ) -> None:
+        """Load a model and reserve its KV cache.
+
+        Args:
+            model: A short name, a folder, a .gguf file or a hub id.
+            backend: "torch", "numpy", "fake" (random tokens, no model), or "auto":
+                torch where it is installed, else numpy.
+            dtype: "float32", "bfloat16", "float16", or "auto" (numpy has float32).
+            device: "cpu", "cuda", "cuda:N", "mps", or "auto".
+            block_size: Tokens in a block of the KV cache.
+            num_blocks: Size of the KV cache in blocks; or
+            kv_cache_memory_bytes: in bytes (on a CPU, 1 GiB by default); or
+            gpu_memory_utilization: what is left of this share of a GPU's memory (0.9
+                by default) after weights and activations.
+            max_num_seqs: Requests that run at the same time at most.
+            max_num_batched_tokens: Tokens in a step at most.
+            max_model_len: Tokens of a request at most, prompt and answer together, by
+                default the smaller of 4,096 and what the model was trained for.
+                Rounded down to full blocks.
+            enable_prefix_caching: Whether equal beginnings of prompts are computed
+                once.
+            policy: "mixed", "prefill_first", "decode_first", "priority", "shortest".
+            seed: Of the random choices of requests that bring no seed.
+            trace: A file to record every step in; `minivllm trace` shows it, and
+                `minivllm.replay` computes it again.
+            unknown: Refused, with the nearest name.
+
+        Raises:
+            ConfigError: An option is unknown or impossible.
+            MinivllmError: The model cannot be loaded, see `load_model`.
+        """
+        for name in unknown:
+            nearest = difflib.get_close_matches(name, OPTIONS, n=1)
+            hint = f": did you mean {nearest[0]}?" if nearest else ""
+            raise ConfigError(
+                f"LLM has no option {name}{hint or ': see help(LLM.__init__)'}"
+            )
+        check_integer("max_num_seqs", max_num_seqs)
+        if type(seed) is not int or seed < 0:
+            raise ConfigError(f"seed is {seed!r}, but must be an integer from 0")
+        cache = CacheConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+        find_policy(policy)  # before the model is loaded
+        if trace is not None:
+            check_trace_path(trace)
+        runner, self.tokenizer = build_runner(
+            model, backend=backend, dtype=dtype, device=device, cache=cache
+        )
+        self.model = "fake" if backend == "fake" else str(model)
+        self.engine = LLMEngine(
+            runner,
+            tokenizer=self.tokenizer,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            policy=policy,
+            seed=seed,
+        )
+        self._trace: TraceWriter | None = None
+        if trace is not None:
+            self._trace = TraceWriter(trace, describe_engine(self.engine, self.model))
+            self.engine.listeners.append(self._trace)
+        self._turn = threading.Condition()  # guards all below, and the engine
+        self._is_stepping = False
+        self._is_closed = False
+        self._to_do: list[Callable[[], None]] = []  # for the end of the running step
+        self._mailboxes: dict[str, list[RequestOutput]] = {}
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or many.
+
+        Args:
+            prompts: A text or a list of token ids, or a list of these, mixed at will.
+            sampling_params: One for all, or one for each.
+            use_tqdm: Whether to show a progress bar.
+            priority: One for all, or one for each; for the policy of that name.
+
+        Returns:
+            One output per prompt, in the order of the prompts. A request that fails on
+            the way has the finish reason "error" and a message.
+
+        Raises:
+            RequestError: A prompt or a parameter is impossible; nothing was started.
+        """
+        batch = as_batch(prompts)
+        return self._run(
+            self._make_requests(batch, sampling_params, priority, DEFAULT_MAX_TOKENS),
+            [prompt if isinstance(prompt, str) else None for prompt in batch],
+            use_tqdm,
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many.
+
+        Args:
+            messages: A list of {"role": ..., "content": ...}, or a list of such lists.
+            sampling_params: As for `generate`; `max_tokens` is by default as many as
+                fit.
+            use_tqdm: Whether to show a progress bar.
+            priority: As for `generate`.
+
+        Returns:
+            One output per conversation, in their order.
+
+        Raises:
+            RequestError: As for `generate`, or the model has no chat template.
+        """
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise RequestError(
+                "this model has no chat template, so it cannot answer messages: use "
+                "generate() to let it continue a text"
+            )
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        conversations = [messages] if is_one else list(messages)
+        prompts = [self.tokenizer.encode_chat(list(c)) for c in conversations]
+        return self._run(
+            self._make_requests(prompts, sampling_params, priority, None),
+            [None] * len(prompts),
+            use_tqdm,
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> Iterator[CompletionOutput]:
+        """Continue one prompt, piece by piece.
+
+        Returns:
+            An iterator over the pieces: new text and new token ids, and in the last
+            one the finish reason. Dropping it aborts the request.
+
+        Raises:
+            RequestError: At the call, for an impossible request.
+        """
+        requests = self._make_requests(
+            [prompt], sampling_params, priority, DEFAULT_MAX_TOKENS
+        )
+        text = prompt if isinstance(prompt, str) else None
+        return self._stream(requests, text)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, from any thread; harmless if there is none of that name."""
+
+        def do() -> None:
+            output = self.engine.abort_request(request_id)
+            if output is not None:
+                self._deliver([output])
+
+        self._do(do)
+
+    def close(self) -> None:
+        """Give back the memory; a second call is harmless.
+
+        Calls that wait in other threads end with a MinivllmError.
+        """
+        with self._turn:
+            self._is_closed = True  # nobody begins another step
+            self._turn.wait_for(lambda: not self._is_stepping)
+            self.engine.runner.close()
+            if self._trace is not None:
+                self._trace.close()
+            self._turn.notify_all()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        runner = self.engine.runner
+        num_tokens = runner.num_blocks * runner.block_size
+        return (
+            f"LLM({self.model!r}): {type(runner).__name__}, KV cache for "
+            f"{num_tokens:,} tokens ({runner.num_blocks:,} blocks of "
+            f"{runner.block_size}), max_model_len {runner.max_model_len:,}"
+        )
+
+    def _make_requests(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        default_max_tokens: int | None,
+    ) -> list[Request]:
+        """Check all requests of a call before any of them starts."""
+        self._check_open()
+        params = one_for_each("sampling_params", sampling_params, len(prompts))
+        priorities = one_for_each("priority", priority, len(prompts))
+        with self._turn:
+            first = self._num_requests
+            self._num_requests += len(prompts)
+        requests = []
+        for index, prompt in enumerate(prompts):
+            try:
+                request = self.engine.make_request(
+                    str(first + index),
+                    prompt,
+                    params[index],
+                    priority=priorities[index],
+                    default_max_tokens=default_max_tokens,
+                )
+            except RequestError as error:
+                if len(prompts) > 1:
+                    raise RequestError(f"prompt {index}: {error}") from None
+                raise
+            requests.append(request)
+        return requests
+
+    def _run(
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[str | None],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Run requests to their end."""
+        finished: dict[str, RequestOutput] = {}
+        with progress_bar(len(requests), use_tqdm) as bar:
+            for output in self._outputs(requests, prompts):
+                if output.finished:
+                    finished[output.request_id] = output
+                    bar.update()
+        return [finished[request.request_id] for request in requests]
+
+    def _stream(
+        self, requests: Sequence[Request], prompt: str | None
+    ) -> Iterator[CompletionOutput]:
+        num_characters = num_tokens = 0
+        for output in self._outputs(requests, [prompt]):
+            whole = output.outputs[0]
+            yield replace(
+                whole,
+                text=whole.text[num_characters:],
+                token_ids=whole.token_ids[num_tokens:],
+            )
+            num_characters, num_tokens = len(whole.text), len(whole.token_ids)
+
+    def _outputs(
+        self, requests: Sequence[Request], prompts: Sequence[str | None]
+    ) -> Iterator[RequestOutput]:
+        """Start requests and yield their outputs until all have finished."""
+        mailbox: list[RequestOutput] = []
+        unfinished = {request.request_id for request in requests}
+
+        def start() -> None:
+            for request, prompt in zip(requests, prompts, strict=True):
+                self._mailboxes[request.request_id] = mailbox
+                self.engine.submit(request, prompt)
+
+        self._do(start)
+        try:
+            while unfinished:
+                for output in self._wait_for(mailbox):
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:  # Ctrl-C, or the caller has dropped the stream
+            for request_id in unfinished:
+                self.abort(request_id)
+
+    def _do(self, command: Callable[[], None]) -> None:
+        """Change the engine between two steps: now, or after the one that runs."""
+        with self._turn:
+            if self._is_stepping:
+                self._to_do.append(command)
+            elif not self._is_closed:
+                command()
+
+    def _wait_for(self, mailbox: list[RequestOutput]) -> list[RequestOutput]:
+        """Empty a mailbox; if there is nothing in it, make steps until there is."""
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: mailbox or not self._is_stepping)
+                if mailbox:
+                    outputs = mailbox.copy()
+                    mailbox.clear()
+                    return outputs
+                self._check_open()
+                assert self.engine.has_unfinished_requests(), "a request was lost"
+                self._is_stepping = True
+            outputs = []
+            try:
+                outputs = self.engine.step()
+            finally:
+                with self._turn:
+                    self._is_stepping = False
+                    self._deliver(outputs)
+                    commands, self._to_do = self._to_do, []
+                    for command in commands:
+                        command()
+                    self._turn.notify_all()
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            if output.request_id not in self._mailboxes:
+                continue  # somebody gave it to the engine directly
+            self._mailboxes[output.request_id].append(output)
+            if output.finished:
+                del self._mailboxes[output.request_id]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise MinivllmError("this LLM is closed: make a new one")
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts, whether one prompt was given or many."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is {prompts!r}, but must be a text, a list of token ids, or a "
+            "list of these"
+        )
+    batch = list(prompts)
+    if batch and all(is_integer(item) for item in batch):
+        return [batch]
+    for index, prompt in enumerate(batch):
+        if not isinstance(prompt, Iterable):
+            raise RequestError(
+                f"prompt {index} is {prompt!r}, but must be a text or a list of token "
+                "ids"
+            )
+    return batch
+
+
+def is_integer(item: Any) -> bool:
+    """Tell an integer, from whatever library, from an array of them."""
+    return hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0
+
+
+def one_for_each(name: str, value: Any, count: int) -> list[Any]:
+    """Return one value per prompt, whether one was given or a list."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(
+            f"{name} has {len(value)} entries for {count} prompts: give one for all, "
+            "or one for each"
+        )
+    return list(value)
+
+
+def progress_bar(total: int, is_shown: bool) -> Any:
+    """Return a tqdm bar over requests; a silent one if it is not wanted."""
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="requests", unit="request", disable=not is_shown)

@@ -1,0 +1,4 @@
+"""Named operations with several implementations, and the choice between them.
+
+Source: appendix A6, "The torch runner".
+"""

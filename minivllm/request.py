@@ -1,0 +1,176 @@
+"""One request on its way through the engine, and the records of a step.
+
+`Request` is the only record that changes. Its token ids are the prompt followed by
+what was generated, and `num_computed_tokens` says how many of them, counted from the
+start, have their keys and values in the cache. Nothing else tells a prompt from an
+answer: a request that has computed all but its last token decodes, any other catches
+up.
+
+    token_ids   p p p p p p p p o o o
+                [ computed  ][  to do  ]      num_tokens = 11, num_computed_tokens = 6
+
+In vLLM: vllm/v1/request.py (Request), vllm/v1/core/sched/output.py (SchedulerOutput),
+vllm/v1/outputs.py (ModelRunnerOutput).
+Source: appendix A5, "Records".
+"""
+
+import enum
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from minivllm.errors import RequestError
+from minivllm.sampling.params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life; the value of a final state is its reason."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH_CAPPED = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has left the engine."""
+        return self.name.startswith("FINISHED")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and how far it has come.
+
+    Attributes:
+        request_id: Its name, unique among the unfinished ones.
+        token_ids: Prompt and output together.
+        num_prompt_tokens: How many of them are the prompt.
+        max_tokens: Output tokens at most, known to fit the model.
+        stop_token_ids: Those that end the text, the model's own included.
+        seed: Of the random choices; a different one per request unless given.
+        arrival: Its place in the order of arrival.
+        arrival_time: In seconds, on the engine's clock.
+        priority: Lower goes first, under the policy of that name.
+        cache_salt: Only requests with the same salt share blocks.
+        num_cached_tokens: Of its prompt, found in the prefix cache at the start.
+        error: What went wrong, if the status is FINISHED_ERROR.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    arrival: int = 0
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    error: str | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The tokens that were given."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens that were generated."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    """Return a prompt as a new list of Python integers.
+
+    Raises:
+        RequestError: It is empty, or holds something that is no token id.
+    """
+    if isinstance(token_ids, bytes | Mapping) or not isinstance(token_ids, Iterable):
+        raise RequestError(
+            f"the prompt is {token_ids!r}, but must be a text or a list of token ids"
+        )
+    checked = []
+    for token_id in token_ids:
+        try:
+            if isinstance(token_id, bool):
+                raise TypeError
+            checked.append(operator.index(token_id))
+        except TypeError:
+            raise RequestError(
+                f"the prompt holds {token_id!r}, but token ids are integers: encode "
+                "the text with the model's tokenizer"
+            ) from None
+        if not 0 <= checked[-1] < vocab_size:
+            raise RequestError(
+                f"the prompt holds token id {token_id}, but the model knows 0 to "
+                f"{vocab_size - 1}: encode with this model's tokenizer"
+            )
+    if not checked:
+        raise RequestError(
+            "the prompt has 0 tokens, but a decoder needs at least 1 to continue: "
+            "write a word"
+        )
+    return checked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """What to compute in one step.
+
+    Attributes:
+        requests: Those that compute something, in the order of the batch.
+        num_scheduled_tokens: For each request id, how many tokens, at least 1.
+        block_ids: For each request id, its blocks in token order.
+        preempted: Requests that lost their blocks to let others go on.
+        failed: Requests that can never go on, with status FINISHED_ERROR.
+        num_prefix_hits: For each request admitted in this step, its cached tokens.
+    """
+
+    requests: list[Request]
+    num_scheduled_tokens: dict[str, int]
+    block_ids: dict[str, list[int]]
+    preempted: list[Request] = field(default_factory=list)
+    failed: list[Request] = field(default_factory=list)
+    num_prefix_hits: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the flat batch."""
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOutput:
+    """What a runner computed in one step.
+
+    Attributes:
+        sampled_token_ids: For each request id, the new tokens; none while the request
+            is still catching up.
+        token_logits: For each request id, the scores of these tokens.
+        errors: For each request id whose scores are unusable, what is wrong.
+    """
+
+    sampled_token_ids: dict[str, list[int]]
+    token_logits: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,153 @@
+"""Sort the queries of a step into a few groups that torch can attend in one call each.
+
+A step mixes answers (one query each), fresh prompts and later chunks of prompts, all
+of different lengths. One call per request would spend its time on starting calls, and
+one call for all would compute mostly padding. So the queries are cut into *pieces* of
+neighbouring tokens, and pieces of similar size share a call:
+
+    fresh    pieces that begin their text: their keys are all in this step
+    cached   pieces with older keys, read from the cache through the block table
+
+Numbers only, made once per step with NumPy and shared by all layers.
+
+In vLLM: vllm/v1/attention/backends/utils.py (split_decodes_and_prefills); its kernels
+take ragged batches and need no groups.
+Source: appendix A6, "The torch runner".
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minivllm.runners.attention_metadata import AttentionMetadata
+
+# Queries of a piece that reads from the cache: bounds the mask to pieces * this * keys.
+MAX_QUERIES = 256
+# Keys that a group may gather beyond the needed ones, where a call more costs as much.
+MAX_PADDED_KEYS = 2048
+# Keys that a group gathers in all, unless a single piece needs more.
+MAX_KEYS = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGroup:
+    """Pieces that attend in one call, padded to the longest.
+
+    Attributes:
+        rows: Row of each query in the flat batch; a shorter piece repeats its last
+            one, [num_pieces, num_queries] int64.
+        positions: Last key that each query sees, like rows.
+        block_table: Blocks of the pieces, padded with their own first one,
+            [num_pieces, num_blocks] int64; no columns for fresh pieces.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
+    block_table: np.ndarray
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the pieces begin their text."""
+        return self.block_table.shape[1] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Runs of neighbouring queries; arrays of the same length, int64.
+
+    Attributes:
+        request: Index in the step.
+        start: Row of the first query in the flat batch.
+        length: Queries.
+        num_keys: Keys that the last query sees.
+        is_fresh: Whether the first query sees only itself, and the request goes on
+            in no other piece.
+    """
+
+    request: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    num_keys: np.ndarray
+    is_fresh: np.ndarray
+
+
+def cut_queries(metadata: AttentionMetadata) -> Pieces:
+    """Cut every request with older keys into pieces of at most MAX_QUERIES."""
+    start = metadata.query_start_loc[:-1].astype(np.int64)
+    length = np.diff(metadata.query_start_loc).astype(np.int64)
+    num_keys = metadata.seq_lens.astype(np.int64)
+    is_fresh = length == num_keys
+    num_pieces = np.where(is_fresh, 1, -(-length // MAX_QUERIES))
+    request = np.repeat(np.arange(len(length)), num_pieces)
+    first_piece = np.cumsum(num_pieces) - num_pieces
+    offset = (np.arange(len(request)) - first_piece[request]) * MAX_QUERIES
+    left = length[request] - offset
+    piece = np.where(is_fresh[request], left, np.minimum(left, MAX_QUERIES))
+    return Pieces(
+        request=request,
+        start=start[request] + offset,
+        length=piece,
+        num_keys=num_keys[request] - left + piece,
+        is_fresh=is_fresh[request],
+    )
+
+
+def similar_pieces(pieces: Pieces) -> list[np.ndarray]:
+    """Divide the pieces, by index, into groups that waste little on padding."""
+    # Lengths 1, 2 to 4, 5 to 16, 17 to 64, ...; fresh and cached ones apart.
+    kinds = 2 * np.ceil(np.log2(pieces.length) / 2).astype(np.int64) + pieces.is_fresh
+    order = np.lexsort((-pieces.num_keys, kinds))  # most keys first
+    groups: list[list[int]] = []
+    group: list[int] = []
+    kind, most_keys, padding = -1, 0, 0
+    for index in order.tolist():
+        num_keys = int(pieces.num_keys[index])
+        padding += most_keys - num_keys
+        if kinds[index] != kind or (
+            not pieces.is_fresh[index]
+            and (padding > MAX_PADDED_KEYS or most_keys * (len(group) + 1) > MAX_KEYS)
+        ):
+            group = []
+            groups.append(group)
+            kind, most_keys, padding = kinds[index], num_keys, 0
+        group.append(index)
+    # In the order of the batch, which a step of answers only then has already.
+    return [np.sort(group) for group in groups]
+
+
+def group_queries(
+    metadata: AttentionMetadata,
+) -> tuple[list[AttentionGroup], np.ndarray]:
+    """Sort the queries of a step into groups.
+
+    Returns:
+        The groups, and for each row of the flat batch its place among the queries of
+        all groups laid end to end, fresh groups first, [num_tokens] int64; empty if
+        that is the order of the batch and there is one group.
+    """
+    pieces = cut_queries(metadata)
+    groups = []
+    for members in similar_pieces(pieces):
+        length = pieces.length[members, np.newaxis]
+        steps = np.minimum(np.arange(length.max()), length - 1)
+        num_keys = pieces.num_keys[members, np.newaxis]
+        num_blocks = -(-num_keys // metadata.block_size)
+        width = 0 if pieces.is_fresh[members[0]] else num_blocks.max()
+        block_table = metadata.block_table[pieces.request[members]].astype(np.int64)
+        is_read = np.arange(width) < num_blocks
+        groups.append(
+            AttentionGroup(
+                rows=pieces.start[members, np.newaxis] + steps,
+                positions=num_keys - length + steps,
+                block_table=np.where(
+                    is_read, block_table[:, :width], block_table[:, :1]
+                ),
+            )
+        )
+    groups.sort(key=lambda group: not group.is_fresh)
+    rows = np.concatenate([group.rows.ravel() for group in groups])
+    num_tokens = int(metadata.query_start_loc[-1])
+    if len(groups) == 1 and len(rows) == num_tokens:
+        return groups, np.empty(0, dtype=np.int64)
+    # The first of equal rows is the query itself; the others pad its piece.
+    return groups, np.unique(rows, return_index=True)[1]

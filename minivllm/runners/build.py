@@ -1,0 +1,241 @@
+"""Put a runner together: load a model, size its cache, reserve it.
+
+Called by `LLM` and the command line.
+
+In vLLM: vllm/v1/core/kv_cache_utils.py (get_kv_cache_configs),
+vllm/v1/worker/gpu_worker.py (determine_available_memory).
+Source: appendix A7, "LLM".
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import ConfigError
+from minivllm.loading.hub import resolve_model
+from minivllm.loading.loader import load_model
+from minivllm.models.spec import ModelSpec
+from minivllm.runners.base import Runner
+from minivllm.runners.fake_runner import FakeRunner
+from minivllm.runners.kv_cache import kv_bytes_per_token, num_blocks_for
+from minivllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minivllm.models.decoder import Decoder
+    from minivllm.reference.decoder import NumpyDecoder
+
+BACKENDS = ("auto", "torch", "numpy", "fake")
+DEFAULT_CPU_BYTES = 2**30
+DEFAULT_GPU_SHARE = 0.9
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How large the KV cache is to be; the options of `LLM` with the same names."""
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_batched_tokens"):
+            check_integer(name, getattr(self, name))
+        for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
+        share = self.gpu_memory_utilization
+        if share is not None and not (
+            isinstance(share, int | float) and 0 < share <= 1
+        ):
+            raise ConfigError(
+                f"gpu_memory_utilization is {share!r}, but must be a share of the "
+                "memory, above 0 and at most 1"
+            )
+        sizes = {
+            "num_blocks": self.num_blocks,
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
+            "gpu_memory_utilization": share,
+        }
+        given = [name for name, value in sizes.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{' and '.join(given)} each say how large the KV cache is: give one"
+            )
+
+    def model_len(self, spec: ModelSpec) -> int:
+        """Return how many tokens a request may have, a multiple of the block size.
+
+        Raises:
+            ConfigError: More than the model was trained for, or less than a block.
+        """
+        trained = spec.max_position_embeddings
+        if self.max_model_len is not None and self.max_model_len > trained:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len:,}, but the model was trained "
+                f"for {trained:,} tokens: ask for at most that many"
+            )
+        return self.rounded_len(
+            self.max_model_len or min(DEFAULT_MAX_MODEL_LEN, trained)
+        )
+
+    def rounded_len(self, wanted: int) -> int:
+        """Round a number of tokens down to full blocks, at least one."""
+        rounded = wanted - wanted % self.block_size
+        if not rounded:
+            raise ConfigError(
+                f"max_model_len is {wanted}, less than one block of {self.block_size} "
+                "tokens: raise it, or lower block_size"
+            )
+        return rounded
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Refuse an option that is no integer of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} is {value!r}, but must be an integer of at least 1")
+
+
+def choose_backend(backend: str) -> str:
+    """Turn "auto" into "torch" where it is installed, else into "numpy"."""
+    if backend not in BACKENDS:
+        raise ConfigError(
+            f"backend is {backend!r}, but must be one of {', '.join(BACKENDS)}"
+        )
+    if backend != "auto":
+        return backend
+    return "torch" if importlib.util.find_spec("torch") else "numpy"
+
+
+def build_runner(
+    model: str | Path,
+    *,
+    backend: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    cache: CacheConfig | None = None,
+) -> tuple[Runner, Tokenizer | None]:
+    """Load a model and reserve its KV cache.
+
+    Args:
+        model: A short name, a folder, a .gguf file or a hub id.
+        backend: "torch", "numpy", "fake" (no model at all), or "auto".
+        dtype: As for `load_model`.
+        device: As for `load_model`.
+        cache: How large the cache is to be.
+
+    Returns:
+        The runner, and the tokenizer of the model; a fake model has none.
+
+    Raises:
+        ConfigError: An option is impossible, or the cache would have no block.
+        MinivllmError: What `resolve_model`, `load_model` and `Tokenizer` raise.
+    """
+    cache = cache or CacheConfig()
+    backend = choose_backend(backend)
+    if backend == "fake":
+        return fake_runner(cache), None
+    folder = resolve_model(model, progress=True)
+    tokenizer = Tokenizer.from_dir(folder)
+    decoder = load_model(folder, backend=backend, dtype=dtype, device=device)
+    tokenizer.check_embedding_rows(decoder.spec.vocab_size)
+    build: dict[str, Callable[..., Runner]] = {
+        "numpy": numpy_runner,
+        "torch": torch_runner,
+    }
+    return build[backend](decoder, cache, tokenizer.vocab_size), tokenizer
+
+
+def fake_runner(cache: CacheConfig) -> FakeRunner:
+    """Return a runner without a model.
+
+    Raises:
+        ConfigError: The cache is given in bytes, but a model that is not there has
+            none.
+    """
+    for name in ("kv_cache_memory_bytes", "gpu_memory_utilization"):
+        if getattr(cache, name) is not None:
+            raise ConfigError(
+                f"{name} is {getattr(cache, name)}, but the fake backend has no model "
+                "whose cache takes bytes: give num_blocks"
+            )
+    return FakeRunner(
+        num_blocks=cache.num_blocks or 1024,
+        block_size=cache.block_size,
+        max_model_len=cache.rounded_len(cache.max_model_len or DEFAULT_MAX_MODEL_LEN),
+    )
+
+
+def numpy_runner(
+    decoder: "NumpyDecoder", cache: CacheConfig, vocab_size: int
+) -> Runner:
+    """Return a runner around a NumPy decoder."""
+    from minivllm.runners.numpy_runner import NumpyRunner
+
+    return NumpyRunner(
+        decoder,
+        num_blocks=count_blocks(cache, decoder.spec, 4, None),
+        block_size=cache.block_size,
+        max_model_len=cache.model_len(decoder.spec),
+        vocab_size=vocab_size,
+    )
+
+
+def torch_runner(decoder: "Decoder", cache: CacheConfig, vocab_size: int) -> Runner:
+    """Return a runner around a torch decoder, on the decoder's device."""
+    from minivllm.runners.torch_runner import TorchRunner, free_cuda_bytes
+
+    weight = decoder.embed_tokens.weight
+    free_bytes = None
+    if weight.device.type == "cuda" and not (
+        cache.num_blocks or cache.kv_cache_memory_bytes
+    ):
+        share = cache.gpu_memory_utilization or DEFAULT_GPU_SHARE
+        free_bytes = free_cuda_bytes(decoder, share, cache.max_num_batched_tokens)
+    return TorchRunner(
+        decoder,
+        num_blocks=count_blocks(cache, decoder.spec, weight.itemsize, free_bytes),
+        block_size=cache.block_size,
+        max_model_len=cache.model_len(decoder.spec),
+        vocab_size=vocab_size,
+    )
+
+
+def count_blocks(
+    cache: CacheConfig, spec: ModelSpec, bytes_per_element: int, free_bytes: int | None
+) -> int:
+    """Return how many blocks the KV cache gets.
+
+    Args:
+        cache: What was asked for.
+        spec: The model.
+        bytes_per_element: Size of a number in the cache.
+        free_bytes: What a GPU has left for the cache; None on a CPU.
+
+    Raises:
+        ConfigError: There is no room for a single block.
+    """
+    if cache.num_blocks:
+        return cache.num_blocks
+    if free_bytes is None and cache.gpu_memory_utilization is not None:
+        raise ConfigError(
+            f"gpu_memory_utilization is {cache.gpu_memory_utilization}, but the model "
+            "is not on a GPU: size the cache with kv_cache_memory_bytes or num_blocks"
+        )
+    budget = cache.kv_cache_memory_bytes or free_bytes
+    if budget is None:
+        budget = DEFAULT_CPU_BYTES
+    num_blocks = num_blocks_for(budget, spec, cache.block_size, bytes_per_element)
+    if num_blocks < 1:
+        block_bytes = cache.block_size * kv_bytes_per_token(spec, bytes_per_element)
+        raise ConfigError(
+            f"the KV cache may take {max(budget, 0):,} bytes, but one block of "
+            f"{cache.block_size} tokens needs {block_bytes:,}: raise "
+            "kv_cache_memory_bytes or gpu_memory_utilization, or lower block_size"
+        )
+    return num_blocks

@@ -1,0 +1,330 @@
+"""The fast runner: torch, on the CPU or a GPU.
+
+A step is planned with NumPy, sent to the device in one transfer, computed without
+waiting for it, and its tokens are fetched in one transfer.
+
+Invariant: in a block in use, slots that no token has been written to hold zeros. They
+are gathered with the others and masked, and a masked NaN, left behind by an earlier
+owner, would still be a NaN (0 * NaN).
+
+Called by the engine.
+
+In vLLM: vllm/v1/worker/gpu_model_runner.py (GPUModelRunner).
+Source: appendix A6, "The torch runner".
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.models.decoder import Decoder
+from minivllm.models.merged import MergedDecoder
+from minivllm.models.spec import ModelSpec
+from minivllm.request import ModelOutput, Request, SchedulerOutput
+from minivllm.runners.attention_groups import AttentionGroup, group_queries
+from minivllm.runners.attention_metadata import AttentionMetadata, make_batch
+from minivllm.runners.sampling_inputs import sampling_inputs, to_model_output
+from minivllm.sampling.sampler import sample
+
+MAX_SAMPLED = 256  # rows of scores that the memory of a GPU is reckoned for
+
+
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy arrays of int64 and float64 to a device, all in one transfer."""
+    flat = np.concatenate([array.ravel().view(np.int64) for array in arrays])
+    tensor = torch.from_numpy(flat)
+    if device.type == "cuda":
+        if torch.cuda.is_available():
+            tensor = tensor.pin_memory()  # from other memory, the copy would wait
+        tensor = tensor.to(device, non_blocking=True)
+    tensors = []
+    parts = tensor.split([array.size for array in arrays])
+    for part, array in zip(parts, arrays, strict=True):
+        if array.dtype == np.float64:
+            part = part.view(torch.float64)
+        tensors.append(part.view(array.shape))
+    return tensors
+
+
+def begun_blocks(metadata: AttentionMetadata) -> np.ndarray:
+    """Return the blocks that get their first tokens in this step, but not all."""
+    blocks, offsets = np.divmod(metadata.slot_mapping, metadata.block_size)
+    is_first, is_last = offsets == 0, offsets == metadata.block_size - 1
+    return np.setdiff1d(blocks[is_first], blocks[is_last])
+
+
+class FreshPieces:
+    """Pieces that begin their text: every key they see is in this step."""
+
+    def __init__(self, group: AttentionGroup, rows: Tensor) -> None:
+        self.rows = rows
+        self.first_row = int(group.rows[0, 0])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attend causally within each piece, [num_queries, num_heads, head_dim]."""
+        num_pieces, length = self.rows.shape
+        if num_pieces == 1:  # its rows are neighbours: nothing to gather
+            q, k, v = (x.narrow(0, self.first_row, length) for x in (q, k, v))
+        else:
+            rows = self.rows.flatten()
+            q, k, v = (x.index_select(0, rows) for x in (q, k, v))
+        q, k, v = (x.unflatten(0, (num_pieces, length)) for x in (q, k, v))
+        # Padding is at the end, where no real query looks.
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+
+class CachedPieces:
+    """Pieces with older keys, which are read from the cache."""
+
+    def __init__(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        block_table: Tensor,
+        num_blocks: int,
+        block_size: int,
+        group_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.rows = rows.flatten()
+        self.num_pieces, self.num_queries = positions.shape
+        # Rows of [2 * num_blocks, ...]: the keys of all blocks, then their values.
+        keys_of = block_table.flatten()
+        self.blocks = torch.cat([keys_of, keys_of + num_blocks])
+        keys = torch.arange(block_table.shape[1] * block_size, device=rows.device)
+        is_hidden = keys > positions.unsqueeze(-1)  # [pieces, queries, keys]
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=rows.device)
+        mask.masked_fill_(is_hidden, -torch.inf)
+        if self.num_queries > 1:  # a single row serves all heads as it is
+            mask = mask.repeat_interleave(group_size, dim=1)
+        self.mask = mask.unsqueeze(1)
+
+    def attend(self, q: Tensor, kv_cache: Tensor, scale: float) -> Tensor:
+        """Attend to keys in the cache, [num_queries, num_heads, head_dim].
+
+        The query heads that share a key head are given as further queries of that one
+        head, so that its keys need not be repeated.
+        """
+        _, num_heads, head_dim = q.shape
+        num_kv_heads = kv_cache.shape[-2]
+        by_group = (self.num_pieces, self.num_queries, num_kv_heads, -1, head_dim)
+        q = q.index_select(0, self.rows).view(by_group).transpose(1, 2).flatten(2, 3)
+        # One row per block: a plain copy of rows is several times faster than a
+        # selection along an inner axis.
+        kv = kv_cache.flatten(0, 1).flatten(1).index_select(0, self.blocks)
+        kv = kv.view(2, self.num_pieces, -1, num_kv_heads, head_dim).transpose(2, 3)
+        k, v = kv.unbind()
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, scale=scale
+        )
+        by_query = (self.num_pieces, num_kv_heads, self.num_queries, -1, head_dim)
+        mixed = mixed.view(by_query).transpose(1, 2)
+        return mixed.reshape(-1, num_heads, head_dim)
+
+
+class PagedContext:
+    """Attention over a flat batch, with the keys and values in blocks."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        groups: Sequence[AttentionGroup],
+        grouping: Sequence[Tensor],
+    ) -> None:
+        """Prepare what all layers share.
+
+        Args:
+            spec: The model.
+            kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
+            slot_mapping: [num_tokens].
+            groups: From `group_queries`.
+            grouping: On the device: the places from `group_queries`, then rows,
+                positions and block_table of each group.
+        """
+        self.scale = spec.attention_scale
+        self.layers = kv_cache.unbind()
+        self.slot_mapping = slot_mapping
+        self.places, *tensors = grouping
+        self.fresh: list[FreshPieces] = []
+        self.cached: list[CachedPieces] = []
+        for i, group in enumerate(groups):
+            rows, positions, block_table = tensors[3 * i : 3 * i + 3]
+            if group.is_fresh:
+                self.fresh.append(FreshPieces(group, rows))
+                continue
+            num_blocks, block_size = kv_cache.shape[2:4]
+            group_size = spec.num_heads // spec.num_kv_heads
+            self.cached.append(
+                CachedPieces(
+                    rows,
+                    positions,
+                    block_table,
+                    num_blocks,
+                    block_size,
+                    group_size,
+                    kv_cache.dtype,
+                )
+            )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Put the new keys and values into their slots, then let all queries look.
+
+        In this order: a request may share blocks that another fills in this step.
+        """
+        kv_cache = self.layers[layer]
+        # Each [num_slots, num_kv_heads, head_dim].
+        keys, values = kv_cache.flatten(1, 2).unbind()
+        keys.index_copy_(0, self.slot_mapping, k)
+        values.index_copy_(0, self.slot_mapping, v)
+        mixed = [pieces.attend(q, k, v, self.scale) for pieces in self.fresh]
+        mixed += [pieces.attend(q, kv_cache, self.scale) for pieces in self.cached]
+        if not self.places.numel():
+            return mixed[0]
+        return torch.cat(mixed).index_select(0, self.places)
+
+
+class TorchRunner:
+    """Computes steps in the dtype and on the device of a decoder."""
+
+    def __init__(
+        self,
+        decoder: Decoder | MergedDecoder,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Take over a model and reserve the cache.
+
+        Args:
+            decoder: The model with its weights. A `Decoder` gives them up to a
+                `MergedDecoder`, and is empty then.
+            num_blocks: Blocks of the KV cache.
+            block_size: Token slots in a block.
+            max_model_len: Tokens that a request may have.
+            vocab_size: Token ids that the tokenizer knows, if fewer than the model
+                scores; the others are never sampled.
+        """
+        spec = decoder.spec
+        if isinstance(decoder, Decoder):
+            decoder = MergedDecoder(decoder)
+        self.decoder = decoder
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size or spec.vocab_size
+        weight = decoder.embed_tokens.weight
+        self.device = weight.device
+        kv_heads = (spec.num_kv_heads, spec.head_dim)
+        # Not filled: on the CPU, memory is taken as blocks are first written.
+        self.kv_cache = torch.empty(
+            (spec.num_layers, 2, num_blocks, block_size, *kv_heads),
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        """Compute the tokens of a step, and sample where a request has caught up."""
+        requests, results = self.launch(step)
+        # The only place where the step waits for the device.
+        token_ids, token_logits, largest_logits = results.tolist()
+        token_ids = [int(token_id) for token_id in token_ids]
+        return to_model_output(requests, token_ids, token_logits, largest_logits)
+
+    @torch.inference_mode()
+    def launch(self, step: SchedulerOutput) -> tuple[list[Request], Tensor]:
+        """Hand all work of a step to the device.
+
+        Returns:
+            The requests that were sampled; for each its token, the score of it and the
+            largest score, float64, [3, num_sampled], still on the device.
+        """
+        batch = make_batch(step, self.block_size)
+        metadata = batch.attention
+        requests = [step.requests[index] for index in batch.sampled]
+        inputs = [batch.input_ids, batch.positions, metadata.slot_mapping]
+        inputs += [begun_blocks(metadata), batch.logits_indices]
+        inputs += sampling_inputs(requests)
+        is_greedy = not inputs[-2].any()
+        groups, places = group_queries(metadata)
+        inputs.append(places)
+        for group in groups:
+            inputs += [group.rows, group.positions, group.block_table]
+        (
+            input_ids,
+            positions,
+            slot_mapping,
+            begun,
+            logits_indices,
+            temperatures,
+            uniforms,
+            *grouping,
+        ) = to_device(inputs, self.device)
+
+        if begun.numel():
+            self.kv_cache.index_fill_(2, begun, 0)
+        context = PagedContext(
+            self.decoder.spec, self.kv_cache, slot_mapping, groups, grouping
+        )
+        hidden_states = self.decoder.forward(input_ids, positions, context)
+        if not requests:
+            return requests, hidden_states.new_empty((3, 0), dtype=torch.float64)
+        hidden_states = hidden_states.index_select(0, logits_indices)
+        logits = self.decoder.compute_logits(hidden_states)
+        logits = logits.narrow(1, 0, self.vocab_size)
+        if is_greedy:
+            temperatures = uniforms = None
+        token_ids = sample(logits, temperatures, uniforms)
+        token_logits = logits.gather(1, token_ids.unsqueeze(-1)).squeeze(-1)
+        results = (token_ids, token_logits, logits.amax(dim=-1))
+        return requests, torch.stack([result.double() for result in results])
+
+    def now(self) -> float:
+        """Seconds on the machine's clock."""
+        return time.perf_counter()
+
+    def close(self) -> None:
+        """Give back the memory of model and cache."""
+        self.decoder = self.kv_cache = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def free_cuda_bytes(decoder: Decoder, share: float, max_num_tokens: int) -> int:
+    """Return how much memory of a GPU is left for the cache.
+
+    Args:
+        decoder: On the GPU.
+        share: Of all memory of the GPU that may be used, by others and by us.
+        max_num_tokens: Tokens in a step; one is run to see what it needs.
+    """
+    device = decoder.embed_tokens.weight.device
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    num_tokens = min(max_num_tokens, decoder.spec.max_position_embeddings)
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(num_tokens, device=device)
+    hidden_states = decoder(token_ids, positions, decoder.dense_context())
+    logits = decoder.compute_logits(hidden_states[:MAX_SAMPLED])
+    ones = torch.ones(len(logits), dtype=torch.float64, device=device)
+    sample(logits, ones, ones / 2)
+    needed = torch.cuda.max_memory_allocated(device) - held
+    return int(share * total) - (total - free) - needed

@@ -1,0 +1,24 @@
+"""The one random number behind a sampled token.
+
+It depends on the seed of the request and the place of the token in its answer, and on
+nothing else: neither on the batch nor on the backend, nor on how often the request was
+preempted. A counter-based generator, as in Salmon et al. 2011, with a hash from the
+standard library.
+
+In vLLM: vllm/v1/worker/gpu/sample/gumbel.py (murmur3_uniform64).
+Source: appendix A5, "Records".
+"""
+
+import struct
+from hashlib import blake2b
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return a number from 0 up to 1, exclusive, in steps of 2**-53.
+
+    Args:
+        seed: Of the request, from 0 to 2**64 - 1.
+        position: Output tokens before this one.
+    """
+    digest = blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53

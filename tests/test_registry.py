@@ -1,0 +1,86 @@
+"""The choice between the implementations of an op."""
+
+import pytest
+
+from minivllm.errors import BackendUnavailable, ConfigError
+from minivllm.ops import registry
+from minivllm.ops.registry import Backend, choose, define_op, explain
+
+
+def needs_cuda(device, dtype, head_dim=64):
+    if device != "cuda":
+        return f"it runs on cuda, not on {device}"
+    return None if head_dim <= 128 else f"head_dim is {head_dim}, at most 128"
+
+
+@pytest.fixture(autouse=True)
+def mix(monkeypatch):
+    """Define an op with a fast, a middling and a reference backend."""
+    monkeypatch.setattr(registry, "OPS", {})
+    monkeypatch.delenv("MINIVLLM_OP_MIX", raising=False)
+    define_op(
+        "mix",
+        [
+            Backend("cuda", "fast", needs_cuda),
+            Backend("compiled", "middling", lambda device, dtype, **sizes: None),
+            Backend("torch", "reference"),
+        ],
+    )
+
+
+def test_the_first_backend_that_can_run_is_chosen():
+    assert choose("mix", "cuda", "float16").backend.implementation == "fast"
+    assert choose("mix", "cpu", "float16").backend.implementation == "middling"
+
+
+def test_the_reasons_of_those_passed_over_are_kept():
+    assert choose("mix", "cuda", "float16").passed_over == {}
+    assert choose("mix", "cpu", "float16").passed_over == {
+        "cuda": "it runs on cuda, not on cpu"
+    }
+
+
+def test_sizes_reach_the_condition():
+    choice = choose("mix", "cuda", "float16", head_dim=256)
+    assert choice.backend.name == "compiled"
+    assert choice.passed_over == {"cuda": "head_dim is 256, at most 128"}
+
+
+def test_a_forced_backend_is_chosen_before_better_ones(monkeypatch):
+    monkeypatch.setenv("MINIVLLM_OP_MIX", "torch")
+    assert choose("mix", "cuda", "float16").backend.implementation == "reference"
+
+
+def test_a_forced_backend_that_cannot_run_is_an_error_with_the_reason(monkeypatch):
+    monkeypatch.setenv("MINIVLLM_OP_MIX", "cuda")
+    with pytest.raises(BackendUnavailable, match="it runs on cuda, not on cpu"):
+        choose("mix", "cpu", "float16")
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest_one(monkeypatch):
+    monkeypatch.setenv("MINIVLLM_OP_MIX", "compild")
+    with pytest.raises(ConfigError, match=r"'compild' is unknown.*'compiled'"):
+        choose("mix", "cpu", "float16")
+
+
+def test_an_unknown_op_is_refused_with_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"op 'mx' is unknown.*'mix'"):
+        explain("mx", "cpu", "float16")
+
+
+def test_an_empty_variable_forces_nothing(monkeypatch):
+    monkeypatch.setenv("MINIVLLM_OP_MIX", "")
+    assert choose("mix", "cpu", "float16").backend.name == "compiled"
+
+
+def test_every_backend_has_a_verdict():
+    assert explain("mix", "cpu", "float16") == {
+        "cuda": "it runs on cuda, not on cpu",
+        "compiled": "chosen",
+        "torch": "can run, but compiled does",
+    }
+
+
+def test_an_op_without_a_reference_cannot_be_defined():
+    with pytest.raises(AssertionError, match="must always run"):
+        define_op("mix", [Backend("cuda", "fast", needs_cuda)])
