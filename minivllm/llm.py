@@ -215,7 +215,8 @@ class LLM:
 
         Returns:
             An iterator over the pieces: new text and new token ids, and in the last
-            one the finish reason. Dropping it aborts the request.
+            one the finish reason. The request starts when the first piece is asked
+            for; dropping the iterator aborts it.
 
         Raises:
             RequestError: At the call, for an impossible request.
@@ -332,11 +333,11 @@ class LLM:
 
         def start() -> None:
             for request, prompt in zip(requests, prompts, strict=True):
-                self._mailboxes[request.request_id] = mailbox
                 self.engine.submit(request, prompt)
+                self._mailboxes[request.request_id] = mailbox
 
-        self._do(start)
         try:
+            self._do(start)
             while unfinished:
                 for output in self._wait_for(mailbox):
                     if output.finished:
@@ -357,26 +358,32 @@ class LLM:
     def _wait_for(self, mailbox: list[RequestOutput]) -> list[RequestOutput]:
         """Empty a mailbox; if there is nothing in it, make steps until there is."""
         while True:
-            with self._turn:
-                self._turn.wait_for(lambda: mailbox or not self._is_stepping)
-                if mailbox:
-                    outputs = mailbox.copy()
-                    mailbox.clear()
-                    return outputs
-                self._check_open()
-                assert self.engine.has_unfinished_requests(), "a request was lost"
-                self._is_stepping = True
-            outputs = []
+            is_mine, outputs = False, []
             try:
-                outputs = self.engine.step()
-            finally:
                 with self._turn:
-                    self._is_stepping = False
-                    self._deliver(outputs)
-                    commands, self._to_do = self._to_do, []
-                    for command in commands:
-                        command()
-                    self._turn.notify_all()
+                    self._turn.wait_for(lambda: mailbox or not self._is_stepping)
+                    if mailbox:
+                        outputs = mailbox.copy()
+                        mailbox.clear()
+                        return outputs
+                    self._check_open()
+                    assert self.engine.has_unfinished_requests(), "a request was lost"
+                    self._is_stepping = is_mine = True
+                outputs = self.engine.step()
+            finally:  # Ctrl-C may come anywhere: the turn is given back in any case
+                if is_mine:
+                    self._end_turn(outputs)
+
+    def _end_turn(self, outputs: Iterable[RequestOutput]) -> None:
+        """Hand out what a step has brought, do what was put off, wake the others."""
+        with self._turn:
+            self._is_stepping = False
+            try:
+                self._deliver(outputs)
+                while self._to_do:
+                    self._to_do.pop(0)()
+            finally:
+                self._turn.notify_all()
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:

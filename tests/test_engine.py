@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from minivllm.engine import engine as engine_module
 from minivllm.engine.engine import LOW_STEPS, LLMEngine
 from minivllm.engine.scheduler import POLICIES
 from minivllm.errors import ConfigError, RequestError
@@ -712,7 +713,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert_queues_are_right(scheduler)
         queued = {r.request_id for r in (*scheduler.waiting, *scheduler.running)}
         unfinished = self.requests.keys() - self.ended.keys()
-        untold = {request.request_id for request in self.engine._untold}
+        untold = {
+            request.request_id
+            for request in self.engine._untold
+            if request.status.is_finished
+        }
         assert queued | untold == unfinished and not queued & untold
         assert self.engine.has_unfinished_requests() == bool(unfinished)
 
@@ -793,3 +798,39 @@ def test_outputs_survive_a_listener_that_fails():
     (output,) = engine.step()
     assert output.finished and output.request_id == "a"
     assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("place", ["schedule", "record", "execute", "update", "emit"])
+def test_an_interrupt_anywhere_in_a_step_loses_nothing(place, monkeypatch):
+    engine = LLMEngine(LedgerRunner(num_blocks=16, block_size=4, max_model_len=64))
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    for name in "ab":  # b shares the blocks that a fills in the same step
+        engine.add_request(name, prompt, up_to(3))
+    owner, method = {
+        "schedule": (engine.scheduler, "_admit_waiting"),
+        "record": (engine_module, "begin_record"),
+        "execute": (engine.runner, "execute"),
+        "update": (engine.scheduler, "update"),
+        "emit": (engine, "_emit"),
+    }[place]
+    original = getattr(owner, method)
+
+    def interrupted(*arguments):
+        original(*arguments)
+        raise KeyboardInterrupt
+
+    engine.listeners.append(lambda record: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    ended = {"a": engine.abort_request("a")}
+    for _ in range(20):
+        if not engine.has_unfinished_requests():
+            break
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id] = output
+    assert ended["a"].outputs[0].finish_reason == "abort"
+    assert ended["b"].outputs[0].token_ids == continuation(prompt, 3)
+    assert_all_free(engine)

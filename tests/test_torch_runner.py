@@ -185,8 +185,10 @@ def poisoned():
     return make_runner(num_blocks=16, weights=weights)
 
 
-def test_unusable_scores_end_one_request_only(poisoned):
-    requests = [make_request(0, PROMPTS[0]), make_request(1, [1, POISON, 2])]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_unusable_scores_end_one_request_only(poisoned, temperature):
+    bad = make_request(1, [1, POISON, 2], temperature=temperature)
+    requests = [make_request(0, PROMPTS[0]), bad]
     requests.append(make_request(2, PROMPTS[2]))
     run(poisoned, requests)
     assert answers(requests) == [EXPECTED[0], [], EXPECTED[2]]

@@ -108,11 +108,15 @@ class LLMEngine:
         Returns:
             One output for every request that got a token or ended in this step.
         """
-        plan = self.scheduler.schedule(self.runner.now())
-        record = begin_record(self, plan) if self.listeners else None
-        self._untold += plan.failed
-        result = self._execute(plan)
-        self._untold += plan.requests
+        try:
+            plan = self.scheduler.schedule(self.runner.now())
+            record = begin_record(self, plan) if self.listeners else None
+            self._untold += [*plan.failed, *plan.requests]
+            result = self._execute(plan)
+        except BaseException:  # Ctrl-C, or a mistake of ours
+            self.scheduler.restart()
+            self._untold += [state.request for state in self._states.values()]
+            raise
         self._emit()
         if record is not None:
             finish_record(record, self, result, self._outputs)
@@ -143,9 +147,6 @@ class LLMEngine:
             for request in plan.requests:
                 self.scheduler.finish(request, RequestStatus.FINISHED_ERROR, message)
             return ModelOutput(sampled_token_ids={})
-        except BaseException:  # Ctrl-C: the requests start over with the next step
-            self.scheduler.cancel(plan)
-            raise
         self.scheduler.update(plan, result)
         return result
 
@@ -210,7 +211,9 @@ class LLMEngine:
         state = self._states.get(request_id)
         if state is None:
             return None
-        self.scheduler.finish(state.request, RequestStatus.FINISHED_ABORTED)
+        if not state.request.status.is_finished:  # else an interrupted step ended it
+            self.scheduler.finish(state.request, RequestStatus.FINISHED_ABORTED)
+        self._take_tokens(state)
         self.aborted.append(request_id)
         output = self._output(state)
         self._forget_finished(state.request)

@@ -212,8 +212,8 @@ class Scheduler:
                     return  # nobody overtakes it, so its turn comes
                 self._fail(plan, request)  # preempted when longer than all blocks
                 continue
-            self.waiting.pop(0)
             self.running.append(request)
+            self.waiting.pop(0)
             request.num_computed_tokens = num_hits
             if request.status is RequestStatus.WAITING:
                 request.first_scheduled_time = now
@@ -275,11 +275,22 @@ class Scheduler:
     def cancel(self, output: SchedulerOutput) -> None:
         """Take back a step that was not computed; its requests start over.
 
-        They may have shared blocks that the step was to fill, so none can be trusted.
+        They may share blocks that the step was to fill, so none can be trusted.
         """
         self.block_manager.rollback()
         for request in output.requests:
             self._stop_running(request)
+
+    def restart(self) -> None:
+        """Let all requests start over, after an interrupt at any place of a step."""
+        self.block_manager.rollback()
+        self.waiting = list(dict.fromkeys([*self.waiting, *self.running]))
+        self.running = []
+        for request in self.waiting:
+            self.block_manager.free(request.request_id)
+            request.num_computed_tokens = 0
+            if request.status is RequestStatus.RUNNING:
+                request.status = RequestStatus.PREEMPTED
 
     def finish(
         self, request: Request, status: RequestStatus, error: str | None = None

@@ -31,6 +31,7 @@ def reshape_and_cache(
         slot_mapping: Slot of each token, -1 to skip it, [num_tokens] integers.
     """
     keys, values = kv_cache.reshape(2, -1, *kv_cache.shape[-2:])  # slots in a row
+    assert np.shares_memory(keys, kv_cache), "the cache is no contiguous array"
     is_kept = slot_mapping >= 0
     keys[slot_mapping[is_kept]] = k[is_kept]
     values[slot_mapping[is_kept]] = v[is_kept]

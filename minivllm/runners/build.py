@@ -8,6 +8,7 @@ Source: appendix A7, "LLM".
 """
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from minivllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from minivllm.models.decoder import Decoder
     from minivllm.reference.decoder import NumpyDecoder
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch", "numpy", "fake")
 DEFAULT_CPU_BYTES = 2**30
@@ -148,7 +151,20 @@ def build_runner(
         "numpy": numpy_runner,
         "torch": torch_runner,
     }
-    return build[backend](decoder, cache, tokenizer.vocab_size), tokenizer
+    try:
+        runner = build[backend](decoder, cache, tokenizer.vocab_size)
+    except (MemoryError, RuntimeError) as error:
+        raise ConfigError(
+            f"the KV cache cannot be reserved ({error}): lower num_blocks, "
+            "kv_cache_memory_bytes or gpu_memory_utilization"
+        ) from error
+    logger.info(
+        "KV cache: %d blocks of %d tokens, max_model_len %d",
+        runner.num_blocks,
+        runner.block_size,
+        runner.max_model_len,
+    )
+    return runner, tokenizer
 
 
 def fake_runner(cache: CacheConfig) -> FakeRunner:

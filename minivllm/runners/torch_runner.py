@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.errors import ConfigError
 from minivllm.models.decoder import Decoder
 from minivllm.models.merged import MergedDecoder
 from minivllm.models.spec import ModelSpec
@@ -221,6 +222,12 @@ class TorchRunner:
                 scores; the others are never sampled.
         """
         spec = decoder.spec
+        device = decoder.embed_tokens.weight.device
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"the model is on {device.type!r}, but the torch runner computes on "
+                "'cpu' or 'cuda': load it there"
+            )
         if isinstance(decoder, Decoder):
             decoder = MergedDecoder(decoder)
         self.decoder = decoder

@@ -34,4 +34,6 @@ def sample(
     # so there always is a token whose stretch ends behind the point.
     points = uniforms.unsqueeze(-1) * ends.narrow(1, ends.shape[1] - 1, 1)
     drawn = torch.searchsorted(ends, points, right=True).squeeze(-1)
+    # Scores that are no numbers have no token: any id, the caller reports an error.
+    drawn = drawn.clamp_(max=logits.shape[-1] - 1)
     return torch.where(is_greedy.squeeze(-1), best, drawn)
