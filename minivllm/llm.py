@@ -144,6 +144,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
         priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue one prompt or many.
 
@@ -152,6 +153,8 @@ class LLM:
             sampling_params: One for all, or one for each.
             use_tqdm: Whether to show a progress bar.
             priority: One for all, or one for each; for the policy of that name.
+            cache_salt: One for all, or one for each: only requests with the same salt
+                share what the prefix cache knows.
 
         Returns:
             One output per prompt, in the order of the prompts. A request that fails on
@@ -162,7 +165,9 @@ class LLM:
         """
         batch = as_batch(prompts)
         return self._run(
-            self._make_requests(batch, sampling_params, priority, DEFAULT_MAX_TOKENS),
+            self._make_requests(
+                batch, sampling_params, priority, cache_salt, DEFAULT_MAX_TOKENS
+            ),
             [prompt if isinstance(prompt, str) else None for prompt in batch],
             use_tqdm,
         )
@@ -174,6 +179,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
         priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many.
 
@@ -183,6 +189,7 @@ class LLM:
                 fit.
             use_tqdm: Whether to show a progress bar.
             priority: As for `generate`.
+            cache_salt: As for `generate`.
 
         Returns:
             One output per conversation, in their order.
@@ -199,7 +206,7 @@ class LLM:
         conversations = [messages] if is_one else list(messages)
         prompts = [self.tokenizer.encode_chat(list(c)) for c in conversations]
         return self._run(
-            self._make_requests(prompts, sampling_params, priority, None),
+            self._make_requests(prompts, sampling_params, priority, cache_salt, None),
             [None] * len(prompts),
             use_tqdm,
         )
@@ -210,6 +217,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Iterator[CompletionOutput]:
         """Continue one prompt, piece by piece.
 
@@ -222,7 +230,7 @@ class LLM:
             RequestError: At the call, for an impossible request.
         """
         requests = self._make_requests(
-            [prompt], sampling_params, priority, DEFAULT_MAX_TOKENS
+            [prompt], sampling_params, priority, cache_salt, DEFAULT_MAX_TOKENS
         )
         text = prompt if isinstance(prompt, str) else None
         return self._stream(requests, text)
@@ -270,12 +278,14 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
+        cache_salt: str | Sequence[str | None] | None,
         default_max_tokens: int | None,
     ) -> list[Request]:
         """Check all requests of a call before any of them starts."""
         self._check_open()
         params = one_for_each("sampling_params", sampling_params, len(prompts))
         priorities = one_for_each("priority", priority, len(prompts))
+        salts = one_for_each("cache_salt", cache_salt, len(prompts))
         with self._turn:
             first = self._num_requests
             self._num_requests += len(prompts)
@@ -287,6 +297,7 @@ class LLM:
                     prompt,
                     params[index],
                     priority=priorities[index],
+                    cache_salt=salts[index],
                     default_max_tokens=default_max_tokens,
                 )
             except RequestError as error:
@@ -426,7 +437,7 @@ def is_integer(item: Any) -> bool:
 
 def one_for_each(name: str, value: Any, count: int) -> list[Any]:
     """Return one value per prompt, whether one was given or a list."""
-    if not isinstance(value, Sequence):
+    if isinstance(value, str) or not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:
         raise RequestError(

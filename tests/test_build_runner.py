@@ -212,3 +212,10 @@ def test_the_gpu_share_is_refused_on_a_cpu(folder, backend):
         build_runner(
             folder, backend=backend, device="cpu", dtype="float32", cache=cache
         )
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_a_cache_larger_than_the_memory_is_an_error_of_ours(backend, tmp_path):
+    write_parrot(tmp_path)
+    with pytest.raises(ConfigError, match="the KV cache cannot be reserved"):
+        build_runner(tmp_path, backend=backend, cache=CacheConfig(num_blocks=10**13))

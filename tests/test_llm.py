@@ -638,3 +638,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) < 1024, "peak memory in MiB; the weights are 513"
+
+
+def test_only_requests_with_the_same_salt_share_blocks():
+    with LLM(backend="fake", num_blocks=64, block_size=4, max_model_len=64) as llm:
+        prompt = list(range(1, 14))
+        params = SamplingParams(max_tokens=1)
+        llm.generate(prompt, params, cache_salt="mine")
+        outputs = llm.generate([prompt] * 3, params, cache_salt=["mine", "yours", None])
+        assert [output.num_cached_tokens for output in outputs] == [12, 0, 0]
+        assert next(llm.stream(prompt, params, cache_salt="yours")) is not None
+        with pytest.raises(RequestError, match="cache_salt has 2 entries for 1"):
+            llm.generate(prompt, params, cache_salt=["a", "b"])
