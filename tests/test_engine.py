@@ -716,7 +716,7 @@ class EngineMachine(RuleBasedStateMachine):
         untold = {
             request.request_id
             for request in self.engine._untold
-            if request.status.is_finished
+            if request.status.is_finished and request.request_id in self.engine._states
         }
         assert queued | untold == unfinished and not queued & untold
         assert self.engine.has_unfinished_requests() == bool(unfinished)
