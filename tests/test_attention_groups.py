@@ -79,18 +79,47 @@ def test_a_group_gathers_a_limited_number_of_keys(monkeypatch):
     assert sorted(len(g.rows) for g in groups) == [1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("max_ragged", [0, 1, 8])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_query_is_answered_once_with_its_own_position(seed, monkeypatch):
+def test_every_query_is_answered_once_with_its_own_position(
+    seed, max_ragged, monkeypatch
+):
     monkeypatch.setattr(attention_groups, "MAX_QUERIES", 8)
     monkeypatch.setattr(attention_groups, "MAX_PADDED_KEYS", 32)
     random = np.random.default_rng(seed)
     lengths = random.choice([1, 1, 2, 7, 19], size=6)
     past = random.choice([0, 1, 5, 40], size=6)
     step = metadata(*zip(lengths, lengths + past, strict=True))
-    groups, places = group_queries(step)
+    groups, places = group_queries(step, max_ragged)
     rows = np.concatenate([group.rows.ravel() for group in groups])
     positions = np.concatenate([group.positions.ravel() for group in groups])
     places = places if places.size else np.arange(len(rows))
     assert rows[places].tolist() == list(range(lengths.sum()))
     expected = [p + i for p, n in zip(past, lengths, strict=True) for i in range(n)]
     assert positions[places].tolist() == expected
+    for group in groups:
+        if max_ragged == 8:  # kernels read all keys from the cache
+            assert not group.is_fresh
+        last, first = group.positions[:, -1], group.positions[:, 0]
+        if max_ragged and group.rows.shape[1] == 1 and not group.is_fresh:
+            assert (last == first).all()  # pieces of one query, and only those
+        keys_in_blocks = group.block_table.shape[1] * step.block_size
+        assert group.is_fresh or keys_in_blocks > group.positions.max()
+
+
+def test_ragged_answers_are_one_group_whatever_their_contexts(monkeypatch):
+    monkeypatch.setattr(attention_groups, "MAX_PADDED_KEYS", 5)
+    monkeypatch.setattr(attention_groups, "MAX_KEYS", 20)
+    step = metadata((1, 100), (1, 8), (1, 90), (1, 7), (1, 60))
+    assert len(group_queries(step)[0]) > 1
+    (group,), places = group_queries(step, max_ragged=1)
+    assert group.rows.ravel().tolist() == [0, 1, 2, 3, 4]
+    assert group.positions.ravel().tolist() == [99, 7, 89, 6, 59]
+    assert not places.size
+
+
+def test_ragged_pieces_of_very_different_lengths_are_kept_apart():
+    """Their results lie in a row each as long as the longest."""
+    pieces = [(200, 300), *[(2, 50)] * 20, (1, 9)]
+    groups, _ = group_queries(metadata(*pieces), attention_groups.MAX_QUERIES)
+    assert sorted(group.rows.shape for group in groups) == [(1, 1), (1, 200), (20, 2)]

@@ -19,7 +19,7 @@ LAYERS = {
     "config": {"errors"},
     "json_files": {"errors"},
     "text": {"errors", "json_files"},
-    "ops": {"errors"},
+    "ops": {"errors", "config", "__init__"},
     "models": {"errors", "ops"},
     "reference": {"errors", "models"},
     "generation": {"errors", "models"},
@@ -28,7 +28,8 @@ LAYERS = {
     "request": {"errors", "sampling"},
     "outputs": set(),
     "runners": {
-        *("errors", "text", "models", "reference", "loading", "sampling", "request"),
+        *("errors", "text", "ops", "models", "reference", "loading", "sampling"),
+        "request",
     },
     "engine": {"errors", "text", "sampling", "request", "outputs", "runners"},
     "llm": {
@@ -56,7 +57,11 @@ TORCH_MODULES = {
     "models/decoder.py",
     "models/layers.py",
     "models/merged.py",
+    "ops/compiler.py",
+    "ops/cpu.py",
     "ops/linear.py",
+    "ops/paged_attention.py",
+    "ops/reference.py",
     "runners/torch_runner.py",
     "sampling/sampler.py",
 }

@@ -12,9 +12,9 @@ from minivllm.ops import linear
 from minivllm.ops.linear import (
     PackedLinear,
     TorchLinear,
-    choose_linear,
     why_not_packed,
 )
+from minivllm.ops.registry import choose_for
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -100,7 +100,7 @@ def test_wrong_products_are_found_before_they_are_used(monkeypatch):
 
 
 def test_float64_falls_back_to_the_reference_with_a_reason():
-    choice = choose_linear(torch.zeros(2, 2, dtype=torch.float64))
+    choice = choose_for("linear", torch.zeros(2, 2, dtype=torch.float64))
     assert choice.backend.implementation is TorchLinear
     assert "float64" in choice.passed_over["packed"]
 
@@ -108,4 +108,4 @@ def test_float64_falls_back_to_the_reference_with_a_reason():
 def test_a_forced_packing_that_is_impossible_is_an_error(monkeypatch):
     monkeypatch.setenv("MINIVLLM_OP_LINEAR", "packed")
     with pytest.raises(BackendUnavailable, match="float64"):
-        choose_linear(torch.zeros(2, 2, dtype=torch.float64))
+        choose_for("linear", torch.zeros(2, 2, dtype=torch.float64))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from minivllm.models.layers import RMSNorm, TorchDenseContext, apply_rotary_emb
-from minivllm.models.merged import MergedDecoder, Norm, rotate
+from minivllm.models.merged import DecoderOps, MergedDecoder
 from minivllm.ops.linear import PackedLinear, TorchLinear, why_not_packed
+from minivllm.ops.reference import TorchRMSNorm, rotary_embedding
 from tests.parity.tiny import make_llama, spec_of, torch_decoder, weights_of
 
 KNOBS = {
@@ -40,6 +41,8 @@ def test_merged_and_plain_logits_are_equal(knobs, dtype, backend, monkeypatch):
     if backend == "packed" and why_not_packed("cpu", str(dtype).removeprefix("torch.")):
         pytest.skip("this torch cannot pack weights")
     monkeypatch.setenv("MINIVLLM_OP_LINEAR", backend)
+    for op in DecoderOps._fields[1:]:
+        monkeypatch.setenv(f"MINIVLLM_OP_{op.upper()}", "torch")
     plain, merged = decoders(dtype, **KNOBS[knobs])
     expected_class = {"packed": PackedLinear, "torch": TorchLinear}[backend]
     assert type(merged.lm_head) is expected_class
@@ -63,14 +66,24 @@ def test_rotation_is_that_of_the_plain_decoder():
     angles = torch.randn(3, 1, 4, generator=generator)
     cos, sin = angles.cos(), angles.sin()
     both = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-    assert torch.allclose(rotate(x, *both), apply_rotary_emb(x, cos, sin), atol=1e-6)
+    exact = apply_rotary_emb(x[:, :4], cos, sin)
+    assert torch.allclose(rotary_embedding(x, 4, *both), exact, atol=1e-6)
     half = x.bfloat16()
-    assert rotate(half, *both).equal(apply_rotary_emb(half, cos, sin))
+    exact = apply_rotary_emb(half[:, :4], cos, sin)
+    assert rotary_embedding(half, 4, *both).equal(exact)
 
 
 def test_norms_compute_in_float32_and_leave_their_input_alone():
-    norm = RMSNorm(2, 1e-5).to(torch.float16)
-    norm.weight = torch.nn.Parameter(torch.ones(2).half(), requires_grad=False)
+    norm = TorchRMSNorm(torch.ones(2).half(), 1e-5)
     x = torch.tensor([[6e4, 6e4]], dtype=torch.float16)
-    assert Norm(norm)(x).tolist() == [[1, 1]]
+    assert norm(x).tolist() == [[1, 1]]
     assert x.tolist() == [[6e4, 6e4]]
+
+
+def test_a_norm_adds_first_and_keeps_the_sum():
+    plain = RMSNorm(3, 1e-5)
+    norm = TorchRMSNorm(plain.weight, 1e-5)
+    x, added = torch.tensor([[1.0, 2, 3]]), torch.tensor([[4.0, 0, -1]])
+    expected = plain(x + added)
+    assert torch.allclose(norm(x, added), expected)
+    assert x.tolist() == [[5, 2, 2]]

@@ -37,7 +37,8 @@ def fresh_python(tmp_path_factory) -> Path:
         source / "minivllm",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "kernels", source / "kernels")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     build = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", work, source)
@@ -68,8 +69,19 @@ def test_the_wheel_holds_every_module_and_nothing_else(fresh_python, tmp_path):
             if path.is_file() and path.suffix != ".pyc"
         }
 
-    assert files(installed) == files(ROOT / "minivllm")
-    assert "py.typed" in files(installed)
+    kernels = {f"kernels/{name}" for name in files(ROOT / "kernels") - {"README.md"}}
+    assert files(installed) == files(ROOT / "minivllm") | kernels
+    assert {"py.typed", "kernels/cpu_ops.cpp"} <= files(installed)
+
+
+def test_an_installation_finds_the_sources_of_its_kernels(fresh_python, tmp_path):
+    script = (
+        "from minivllm.ops.compiler import kernel_source\n"
+        "print(kernel_source('cpu_ops.cpp'))"
+    )
+    source = Path(run(fresh_python, "-c", script, cwd=tmp_path).strip())
+    assert ROOT not in source.parents
+    assert source.read_text() == (ROOT / "kernels" / "cpu_ops.cpp").read_text()
 
 
 def test_the_installed_command_answers(fresh_python, tmp_path):

@@ -17,6 +17,7 @@ def needs_cuda(device, dtype, head_dim=64):
 def mix(monkeypatch):
     """Define an op with a fast, a middling and a reference backend."""
     monkeypatch.setattr(registry, "OPS", {})
+    monkeypatch.setattr(registry, "MODULES", [])
     monkeypatch.delenv("MINIVLLM_OP_MIX", raising=False)
     define_op(
         "mix",
@@ -84,3 +85,20 @@ def test_every_backend_has_a_verdict():
 def test_an_op_without_a_reference_cannot_be_defined():
     with pytest.raises(AssertionError, match="must always run"):
         define_op("mix", [Backend("cuda", "fast", needs_cuda)])
+
+
+def test_a_backend_that_is_added_goes_first():
+    registry.add_backend("mix", Backend("new", "newest", needs_cuda))
+    assert choose("mix", "cuda", "float16").backend.name == "new"
+    assert choose("mix", "cpu", "float16").backend.name == "compiled"
+
+
+def test_modules_with_backends_are_loaded_at_the_first_choice(monkeypatch, tmp_path):
+    (tmp_path / "more_backends.py").write_text(
+        "from minivllm.ops.registry import Backend, add_backend\n"
+        "add_backend('mix', Backend('late', 'newest', lambda device, dtype: None))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "MODULES", ["more_backends"])
+    assert choose("mix", "cpu", "float16").backend.name == "late"
+    assert choose("mix", "cpu", "float16").passed_over == {}

@@ -73,7 +73,7 @@ def _finish_gpu() -> None:
 
 def matmul_rate(
     dtype: str = "float32",
-    size: int = 1024,
+    size: int = 2048,
     *,
     library: str = "numpy",
     device: str = "cpu",

@@ -138,4 +138,7 @@ def _same(got: Any, expected: Any) -> bool:
 
 def _short(value: Any) -> str:
     text = " ".join(repr(value).split())
-    return text if len(text) <= 120 else f"{text[:100]} ... ({len(text)} characters)"
+    if len(text) <= 120:
+        return text
+    start = text[:100].rpartition(" ")[0] or text[:100]
+    return f"{start} ... ({len(text)} characters)"

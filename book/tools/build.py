@@ -146,6 +146,9 @@ def exports_table(cells: list[NotebookNode], project: Project) -> str:
                 n for node in nodes for n in bound_names(node) if is_public(node, n)
             ]
             file |= dict.fromkeys(bound)
+            path = project.root / target[1]
+            if not is_docstring(nodes[0]) and path.exists():
+                nodes = ast.parse(path.read_text()).body  # begun by an earlier chapter
             purposes.setdefault(target[1], purpose(nodes))
         else:
             comment = re.search(r"^// (.+)", text, re.MULTILINE)

@@ -11,6 +11,7 @@ from project import BookError
 DOCSTRING = '"""'  # the key of a docstring among the members of a class
 IMPORTS = (ast.Import, ast.ImportFrom)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass
@@ -103,8 +104,8 @@ def type_imports(unit: Unit) -> list[str]:
     return [ast.unparse(node) for node in unit.node.body]
 
 
-def bound_names(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a top-level statement defines."""
+def bound_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a top-level statement, or a part of it, defines."""
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
         yield node.name
     elif isinstance(node, IMPORTS):
@@ -112,10 +113,12 @@ def bound_names(node: ast.stmt) -> Iterator[str]:
     elif isinstance(node, (ast.If, ast.Try, ast.With, ast.For)):
         for child in ast.iter_child_nodes(node):
             yield from bound_names(child)
-    else:
-        for child in ast.walk(node):
-            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                yield child.id
+    elif isinstance(node, ast.Name):
+        if isinstance(node.ctx, ast.Store):
+            yield node.id
+    elif not isinstance(node, COMPREHENSIONS):  # their variables are their own
+        for child in ast.iter_child_nodes(node):
+            yield from bound_names(child)
 
 
 def lazy_names(node: ast.stmt) -> Iterator[str]:

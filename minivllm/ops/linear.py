@@ -3,7 +3,7 @@
 An implementation is made once per weight and called once per step, so that it can
 bring the weight into the order in which its kernel reads it:
 
-    linear = choose_linear(weight).backend.implementation(weight, bias)
+    linear = choose_for("linear", weight).backend.implementation(weight, bias)
     y = linear(x)
 
 In vLLM: vllm/model_executor/layers/utils.py (dispatch_cpu_unquantized_gemm).
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.ops.registry import Backend, Choice, choose, define_op
+from minivllm.ops.registry import Backend, define_op
 
 
 class TorchLinear:
@@ -85,9 +85,3 @@ define_op(
     "linear",
     [Backend("packed", PackedLinear, why_not_packed), Backend("torch", TorchLinear)],
 )
-
-
-def choose_linear(weight: Tensor) -> Choice:
-    """Return what multiplies with weights of this device and dtype."""
-    dtype = str(weight.dtype).removeprefix("torch.")
-    return choose("linear", weight.device.type, dtype)

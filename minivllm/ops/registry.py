@@ -7,17 +7,20 @@ passed over is kept, so that nobody has to guess what runs.
     linear   packed   on the CPU, if this build of torch has it
              torch    always (the reference)
 
+A module that has more backends calls `add_backend` and is listed in `MODULES`.
+
 Invariant: the reference comes last and can always run. `MINIVLLM_OP_LINEAR=packed`
 forces a backend: if it cannot run, that is an error, never another backend in silence.
 
 In vLLM: vllm/ir/op.py (IrOp, IrOpImpl).
-Source: appendix A6, "The torch runner".
+Source: appendix A6, "The torch runner"; appendix A10, "Compiled operations".
 """
 
 import difflib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from minivllm.errors import BackendUnavailable, ConfigError
@@ -53,12 +56,19 @@ class Choice:
 
 
 OPS: dict[str, list[Backend]] = {}
+# Modules with more backends, loaded at the first choice.
+MODULES: list[str] = ["minivllm.ops.cpu"]
 
 
 def define_op(op: str, backends: Iterable[Backend]) -> None:
     """Make an op known; its backends best first, the reference last."""
     OPS[op] = list(backends)
     assert OPS[op][-1].why_not is always, f"the last backend of {op} must always run"
+
+
+def add_backend(op: str, backend: Backend) -> None:
+    """Give an op a backend that is better than those it has."""
+    OPS[op].insert(0, backend)
 
 
 def choose(op: str, device: str, dtype: str, **sizes: int) -> Choice:
@@ -74,6 +84,8 @@ def choose(op: str, device: str, dtype: str, **sizes: int) -> Choice:
         BackendUnavailable: The forced backend cannot run.
         ConfigError: There is no op or no backend of that name.
     """
+    for module in MODULES:
+        import_module(module)
     backends = {backend.name: backend for backend in _find(op, OPS, "op")}
     variable = f"MINIVLLM_OP_{op.upper()}"
     if forced := os.environ.get(variable):
@@ -92,6 +104,12 @@ def choose(op: str, device: str, dtype: str, **sizes: int) -> Choice:
             return Choice(op, backend, passed_over)
         passed_over[name] = reason
     raise AssertionError(f"the reference of {op} refused to run: {passed_over}")
+
+
+def choose_for(op: str, weight: Any, **sizes: int) -> Choice:
+    """Return what runs an op on the device and in the dtype of a tensor."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return choose(op, weight.device.type, dtype, **sizes)
 
 
 def explain(op: str, device: str, dtype: str, **sizes: int) -> dict[str, str]:

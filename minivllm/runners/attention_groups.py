@@ -8,6 +8,9 @@ neighbouring tokens, and pieces of similar size share a call:
     fresh    pieces that begin their text: their keys are all in this step
     cached   pieces with older keys, read from the cache through the block table
 
+A kernel that needs no padding takes all pieces of similar length at once, and the
+beginnings of texts from the cache, too (`max_ragged`).
+
 Numbers only, made once per step with NumPy and shared by all layers.
 
 In vLLM: vllm/v1/attention/backends/utils.py (split_decodes_and_prefills); its kernels
@@ -23,10 +26,12 @@ from minivllm.runners.attention_metadata import AttentionMetadata
 
 # Queries of a piece that reads from the cache: bounds the mask to pieces * this * keys.
 MAX_QUERIES = 256
-# Keys that a group may gather beyond the needed ones, where a call more costs as much.
+# Keys that a group may be padded by, where a call more costs as much.
 MAX_PADDED_KEYS = 2048
 # Keys that a group gathers in all, unless a single piece needs more.
 MAX_KEYS = 65_536
+# Queries of a fresh piece that share a call; more are worth a call of their own.
+MAX_SHARED_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +76,15 @@ class Pieces:
     is_fresh: np.ndarray
 
 
-def cut_queries(metadata: AttentionMetadata) -> Pieces:
-    """Cut every request with older keys into pieces of at most MAX_QUERIES."""
+def cut_queries(metadata: AttentionMetadata, max_ragged: int) -> Pieces:
+    """Cut every request with older keys into pieces of at most MAX_QUERIES.
+
+    If these need no padding, the beginnings of texts are read from the cache, too.
+    """
     start = metadata.query_start_loc[:-1].astype(np.int64)
     length = np.diff(metadata.query_start_loc).astype(np.int64)
     num_keys = metadata.seq_lens.astype(np.int64)
-    is_fresh = length == num_keys
+    is_fresh = (length == num_keys) & (max_ragged < MAX_QUERIES)
     num_pieces = np.where(is_fresh, 1, -(-length // MAX_QUERIES))
     request = np.repeat(np.arange(len(length)), num_pieces)
     first_piece = np.cumsum(num_pieces) - num_pieces
@@ -92,10 +100,12 @@ def cut_queries(metadata: AttentionMetadata) -> Pieces:
     )
 
 
-def similar_pieces(pieces: Pieces) -> list[np.ndarray]:
+def similar_pieces(pieces: Pieces, max_ragged: int) -> list[np.ndarray]:
     """Divide the pieces, by index, into groups that waste little on padding."""
     # Lengths 1, 2 to 4, 5 to 16, 17 to 64, ...; fresh and cached ones apart.
     kinds = 2 * np.ceil(np.log2(pieces.length) / 2).astype(np.int64) + pieces.is_fresh
+    is_free = ~pieces.is_fresh & (pieces.length <= max_ragged)  # no padding to bound
+    is_alone = pieces.is_fresh & (pieces.length > MAX_SHARED_QUERIES)
     order = np.lexsort((-pieces.num_keys, kinds))  # most keys first
     groups: list[list[int]] = []
     group: list[int] = []
@@ -103,10 +113,11 @@ def similar_pieces(pieces: Pieces) -> list[np.ndarray]:
     for index in order.tolist():
         num_keys = int(pieces.num_keys[index])
         padding += most_keys - num_keys
-        if kinds[index] != kind or (
-            not pieces.is_fresh[index]
-            and (padding > MAX_PADDED_KEYS or most_keys * (len(group) + 1) > MAX_KEYS)
-        ):
+        is_too_much = (
+            padding > MAX_PADDED_KEYS or most_keys * (len(group) + 1) > MAX_KEYS
+        )
+        is_bounded = not (pieces.is_fresh[index] or is_free[index])
+        if kinds[index] != kind or is_alone[index] or (is_bounded and is_too_much):
             group = []
             groups.append(group)
             kind, most_keys, padding = kinds[index], num_keys, 0
@@ -116,18 +127,24 @@ def similar_pieces(pieces: Pieces) -> list[np.ndarray]:
 
 
 def group_queries(
-    metadata: AttentionMetadata,
+    metadata: AttentionMetadata, max_ragged: int = 0
 ) -> tuple[list[AttentionGroup], np.ndarray]:
     """Sort the queries of a step into groups.
+
+    Args:
+        metadata: The flat batch.
+        max_ragged: Pieces of up to so many queries are attended without padding, so
+            that they share a group whatever their numbers of keys: 0 for none, 1, or
+            MAX_QUERIES.
 
     Returns:
         The groups, and for each row of the flat batch its place among the queries of
         all groups laid end to end, fresh groups first, [num_tokens] int64; empty if
         that is the order of the batch and there is one group.
     """
-    pieces = cut_queries(metadata)
+    pieces = cut_queries(metadata, max_ragged)
     groups = []
-    for members in similar_pieces(pieces):
+    for members in similar_pieces(pieces, max_ragged):
         length = pieces.length[members, np.newaxis]
         steps = np.minimum(np.arange(length.max()), length - 1)
         num_keys = pieces.num_keys[members, np.newaxis]

@@ -15,6 +15,7 @@ Source: appendix A6, "The torch runner".
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,14 @@ from minivllm.errors import ConfigError
 from minivllm.models.decoder import Decoder
 from minivllm.models.merged import MergedDecoder
 from minivllm.models.spec import ModelSpec
+from minivllm.ops.paged_attention import PaddedAttention
+from minivllm.ops.registry import Choice, choose, choose_for
 from minivllm.request import ModelOutput, Request, SchedulerOutput
-from minivllm.runners.attention_groups import AttentionGroup, group_queries
+from minivllm.runners.attention_groups import (
+    MAX_QUERIES,
+    AttentionGroup,
+    group_queries,
+)
 from minivllm.runners.attention_metadata import AttentionMetadata, make_batch
 from minivllm.runners.sampling_inputs import sampling_inputs, to_model_output
 from minivllm.sampling.sampler import sample
@@ -86,53 +93,39 @@ class FreshPieces:
         return mixed.transpose(1, 2).flatten(0, 1)
 
 
-class CachedPieces:
-    """Pieces with older keys, which are read from the cache."""
+class RunnerOps:
+    """The ops around the decoder: those of the cache, and the choice of a token.
 
-    def __init__(
-        self,
-        rows: Tensor,
-        positions: Tensor,
-        block_table: Tensor,
-        num_blocks: int,
-        block_size: int,
-        group_size: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.rows = rows.flatten()
-        self.num_pieces, self.num_queries = positions.shape
-        # Rows of [2 * num_blocks, ...]: the keys of all blocks, then their values.
-        keys_of = block_table.flatten()
-        self.blocks = torch.cat([keys_of, keys_of + num_blocks])
-        keys = torch.arange(block_table.shape[1] * block_size, device=rows.device)
-        is_hidden = keys > positions.unsqueeze(-1)  # [pieces, queries, keys]
-        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=rows.device)
-        mask.masked_fill_(is_hidden, -torch.inf)
-        if self.num_queries > 1:  # a single row serves all heads as it is
-            mask = mask.repeat_interleave(group_size, dim=1)
-        self.mask = mask.unsqueeze(1)
+    Attributes:
+        choices: For each op, which backend runs, and why not another.
+    """
 
-    def attend(self, q: Tensor, kv_cache: Tensor, scale: float) -> Tensor:
-        """Attend to keys in the cache, [num_queries, num_heads, head_dim].
+    def __init__(self, spec: ModelSpec, kv_cache: Tensor) -> None:
+        self.group_size = spec.num_heads // spec.num_kv_heads
+        sizes = {"head_dim": spec.head_dim, "group_size": self.group_size}
+        self.choices: dict[str, Choice] = {
+            op: choose_for(op, kv_cache, **sizes)
+            for op in ("reshape_and_cache", "paged_attention", "prefill_attention")
+        }
+        self.choices["argmax"] = choose("argmax", kv_cache.device.type, "float32")
+        chosen = [choice.backend.implementation for choice in self.choices.values()]
+        self.reshape_and_cache, self.attention_of_one, *chosen = chosen
+        self.attention_of_many, self.argmax = chosen
 
-        The query heads that share a key head are given as further queries of that one
-        head, so that its keys need not be repeated.
-        """
-        _, num_heads, head_dim = q.shape
-        num_kv_heads = kv_cache.shape[-2]
-        by_group = (self.num_pieces, self.num_queries, num_kv_heads, -1, head_dim)
-        q = q.index_select(0, self.rows).view(by_group).transpose(1, 2).flatten(2, 3)
-        # One row per block: a plain copy of rows is several times faster than a
-        # selection along an inner axis.
-        kv = kv_cache.flatten(0, 1).flatten(1).index_select(0, self.blocks)
-        kv = kv.view(2, self.num_pieces, -1, num_kv_heads, head_dim).transpose(2, 3)
-        k, v = kv.unbind()
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, scale=scale
-        )
-        by_query = (self.num_pieces, num_kv_heads, self.num_queries, -1, head_dim)
-        mixed = mixed.view(by_query).transpose(1, 2)
-        return mixed.reshape(-1, num_heads, head_dim)
+    @property
+    def max_ragged(self) -> int:
+        """How many queries a piece may have whose keys need no padding."""
+        if self.attention_of_one is PaddedAttention:
+            return 0
+        return 1 if self.attention_of_many is PaddedAttention else MAX_QUERIES
+
+    def attention(
+        self, rows: Tensor, positions: Tensor, block_table: Tensor, kv_cache: Tensor
+    ) -> Any:
+        """Make what attends for a group of pieces; as for `PaddedAttention`."""
+        is_one = positions.shape[1] == 1
+        make = self.attention_of_one if is_one else self.attention_of_many
+        return make(rows, positions, block_table, kv_cache, self.group_size)
 
 
 class PagedContext:
@@ -141,6 +134,7 @@ class PagedContext:
     def __init__(
         self,
         spec: ModelSpec,
+        ops: RunnerOps,
         kv_cache: Tensor,
         slot_mapping: Tensor,
         groups: Sequence[AttentionGroup],
@@ -150,6 +144,7 @@ class PagedContext:
 
         Args:
             spec: The model.
+            ops: What reads and writes the cache.
             kv_cache: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim].
             slot_mapping: [num_tokens].
             groups: From `group_queries`.
@@ -157,29 +152,19 @@ class PagedContext:
                 positions and block_table of each group.
         """
         self.scale = spec.attention_scale
+        self.reshape_and_cache = ops.reshape_and_cache
         self.layers = kv_cache.unbind()
         self.slot_mapping = slot_mapping
         self.places, *tensors = grouping
         self.fresh: list[FreshPieces] = []
-        self.cached: list[CachedPieces] = []
+        self.cached: list[Any] = []
         for i, group in enumerate(groups):
             rows, positions, block_table = tensors[3 * i : 3 * i + 3]
             if group.is_fresh:
                 self.fresh.append(FreshPieces(group, rows))
-                continue
-            num_blocks, block_size = kv_cache.shape[2:4]
-            group_size = spec.num_heads // spec.num_kv_heads
-            self.cached.append(
-                CachedPieces(
-                    rows,
-                    positions,
-                    block_table,
-                    num_blocks,
-                    block_size,
-                    group_size,
-                    kv_cache.dtype,
-                )
-            )
+            else:
+                attention = ops.attention(rows, positions, block_table, self.layers[0])
+                self.cached.append(attention)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put the new keys and values into their slots, then let all queries look.
@@ -187,15 +172,13 @@ class PagedContext:
         In this order: a request may share blocks that another fills in this step.
         """
         kv_cache = self.layers[layer]
-        # Each [num_slots, num_kv_heads, head_dim].
-        keys, values = kv_cache.flatten(1, 2).unbind()
-        keys.index_copy_(0, self.slot_mapping, k)
-        values.index_copy_(0, self.slot_mapping, v)
+        self.reshape_and_cache(k, v, kv_cache, self.slot_mapping)
         mixed = [pieces.attend(q, k, v, self.scale) for pieces in self.fresh]
         mixed += [pieces.attend(q, kv_cache, self.scale) for pieces in self.cached]
         if not self.places.numel():
             return mixed[0]
-        return torch.cat(mixed).index_select(0, self.places)
+        whole = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+        return whole.index_select(0, self.places)
 
 
 class TorchRunner:
@@ -244,6 +227,12 @@ class TorchRunner:
             dtype=weight.dtype,
             device=weight.device,
         )
+        self.ops = RunnerOps(spec, self.kv_cache)
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """For each op, which backend runs, and why not another."""
+        return self.decoder.choices | self.ops.choices
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Compute the tokens of a step, and sample where a request has caught up."""
@@ -268,7 +257,7 @@ class TorchRunner:
         inputs += [begun_blocks(metadata), batch.logits_indices]
         inputs += sampling_inputs(requests)
         is_greedy = not inputs[-2].any()
-        groups, places = group_queries(metadata)
+        groups, places = group_queries(metadata, self.ops.max_ragged)
         inputs.append(places)
         for group in groups:
             inputs += [group.rows, group.positions, group.block_table]
@@ -286,7 +275,7 @@ class TorchRunner:
         if begun.numel():
             self.kv_cache.index_fill_(2, begun, 0)
         context = PagedContext(
-            self.decoder.spec, self.kv_cache, slot_mapping, groups, grouping
+            self.decoder.spec, self.ops, self.kv_cache, slot_mapping, groups, grouping
         )
         hidden_states = self.decoder.forward(input_ids, positions, context)
         if not requests:
@@ -294,11 +283,12 @@ class TorchRunner:
         hidden_states = hidden_states.index_select(0, logits_indices)
         logits = self.decoder.compute_logits(hidden_states)
         logits = logits.narrow(1, 0, self.vocab_size)
-        if is_greedy:
-            temperatures = uniforms = None
-        token_ids = sample(logits, temperatures, uniforms)
-        token_logits = logits.gather(1, token_ids.unsqueeze(-1)).squeeze(-1)
-        results = (token_ids, token_logits, logits.amax(dim=-1))
+        largest, token_ids = self.ops.argmax(logits)
+        token_logits = largest
+        if not is_greedy:
+            token_ids = sample(logits, temperatures, uniforms)
+            token_logits = logits.gather(1, token_ids.unsqueeze(-1)).squeeze(-1)
+        results = (token_ids, token_logits, largest)
         return requests, torch.stack([result.double() for result in results])
 
     def now(self) -> float:

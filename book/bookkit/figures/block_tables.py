@@ -61,6 +61,7 @@ def slots(
         for block in range(num_blocks)
     ]
     free = num_blocks - len(owners)
+    shared = sorted(block for block, users in owners.items() if len(users) > 1)
     row = min(block_size, 8)
     body = (
         '<div class="mv-panes"><div class="mv-pane">'
@@ -71,14 +72,13 @@ def slots(
         f"{''.join(cells)}</div></div></div>"
         '<p class="mv-note">Filled: prompt token. Outlined: generated. Empty: free '
         f"slot. {'Striped: free, but its content is known. ' if kept else ''}"
-        "Double border: shared block.</p>"
+        f"{'Double border: shared block.' if shared else ''}</p>"
     )
     lines = [
         f"  {name}: {num_tokens[name]} tokens in blocks {list(blocks)}"
         for name, blocks in block_ids.items()
     ]
     head = f"{num_blocks} blocks of {block_size} slots, {free} free"
-    shared = sorted(block for block, users in owners.items() if len(users) > 1)
     if shared:
         lines.append(f"  shared blocks: {shared}")
     if kept:

@@ -1,0 +1,703 @@
+// Operations of the engine on a CPU: one pass over memory each. Plain C++ that a
+// compiler turns into vector instructions; only the products of bfloat16 name them.
+//
+// Called through ctypes by minivllm/ops/cpu.py; every pointer is to memory of a tensor.
+// Sums are in float32, and what torch's operations round in between is rounded here.
+// Source: appendix A10, "Compiled operations".
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <omp.h>
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+static inline float load(float x) { return x; }
+
+static inline float load(bfloat16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline void store(float* to, float value) { *to = value; }
+
+static inline void store(bfloat16* to, float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  to->bits = value == value ? rounded : 0x7fc0;  // NaN stays NaN
+}
+
+// Round to the type and back, as an operation of torch does with its result.
+template <class T>
+static inline float rounded(float value) {
+  T narrow;
+  store(&narrow, value);
+  return load(narrow);
+}
+
+// Fewer numbers than these are done before a second thread has woken up.
+static constexpr int64_t WORTH_THREADS = 16384;
+
+// x += added, if there is any; y = x / sqrt(mean(x^2) + eps) * weight, row by row.
+template <class T>
+static void rms_norm(T* x, const T* added, const T* weight, T* y, int64_t rows,
+                     int64_t size, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * size > WORTH_THREADS)
+  for (int64_t row = 0; row < rows; row++) {
+    T* from = x + row * size;
+    T* to = y + row * size;
+    if (added) {
+      const T* more = added + row * size;
+#pragma omp simd
+      for (int64_t i = 0; i < size; i++)
+        store(from + i, load(from[i]) + load(more[i]));
+    }
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++) sum += load(from[i]) * load(from[i]);
+    float scale = 1 / std::sqrt(sum / size + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++)
+      store(to + i, rounded<T>(load(from[i]) * scale) * load(weight[i]));
+  }
+}
+
+// e^x to about 1e-7 of its value, as 2^n * e^r with |r| <= ln(2) / 2. The coefficients
+// are those of Cephes (Moshier).
+static inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  x = x > 88.0f ? 88.0f : x;
+  float n = x == x ? x * 1.44269504f : 0.0f;  // a NaN stays in r
+  n = (n + 12582912.0f) - 12582912.0f;  // to the nearest whole number: 1.5 * 2^23
+  float r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;  // ln(2) in two parts, the first of few digits
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
+  float power;
+  memcpy(&power, &bits, sizeof power);
+  return p * power;
+}
+
+// y = silu(gate) * up; gate_up is [rows, 2 * size].
+template <class T>
+static void silu_and_mul(const T* gate_up, T* y, int64_t rows, int64_t size,
+                         int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * size > WORTH_THREADS)
+  for (int64_t row = 0; row < rows; row++) {
+    const T* gate = gate_up + row * 2 * size;
+    const T* up = gate + size;
+    T* to = y + row * size;
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+      float x = load(gate[i]);
+      float silu = x < -87.0f ? 0.0f : x / (1 + exponential(-x));
+      store(to + i, rounded<T>(silu) * load(up[i]));
+    }
+  }
+}
+
+// Rotates the first heads of each token in place; heads is [tokens, num_heads, dim].
+template <class T>
+static void rotary_embedding(T* heads, const float* cos, const float* sin,
+                             int64_t tokens, int64_t num_heads, int64_t num_rotated,
+                             int64_t dim, int threads) {
+  int64_t half = dim / 2, work = tokens * num_rotated * dim;
+#pragma omp parallel for num_threads(threads) if (work > WORTH_THREADS)
+  for (int64_t token = 0; token < tokens; token++) {
+    const float* c = cos + token * dim;
+    const float* s = sin + token * dim;
+    for (int64_t head = 0; head < num_rotated; head++) {
+      T* a = heads + (token * num_heads + head) * dim;
+      T* b = a + half;
+#pragma omp simd
+      for (int64_t i = 0; i < half; i++) {
+        float x = load(a[i]), y = load(b[i]);
+        store(a + i, x * c[i] + y * s[i]);
+        store(b + i, y * c[half + i] + x * s[half + i]);
+      }
+    }
+  }
+}
+
+// The largest number of each row, NaN if there is one, and where it first stands.
+extern "C" void argmax_float32(const float* x, float* largest, int64_t* index,
+                               int64_t rows, int64_t size, int64_t stride,
+                               int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * size > WORTH_THREADS)
+  for (int64_t row = 0; row < rows; row++) {
+    const float* from = x + row * stride;
+    float most = -INFINITY;
+    int nans = 0;
+#pragma omp simd reduction(max : most) reduction(+ : nans)
+    for (int64_t i = 0; i < size; i++) {
+      most = from[i] > most ? from[i] : most;
+      nans += from[i] != from[i];
+    }
+    int64_t i = 0;
+    while (nans ? from[i] == from[i] : from[i] != most) i++;
+    largest[row] = from[i];
+    index[row] = i;
+  }
+}
+
+// Copies rows of size numbers to their slots; a stride is from token to token.
+template <class T>
+static void reshape_and_cache(const T* k, const T* v, int64_t k_stride,
+                              int64_t v_stride, T* keys, T* values,
+                              const int64_t* slots, int64_t tokens, int64_t size) {
+  for (int64_t token = 0; token < tokens; token++) {
+    if (slots[token] < 0) continue;  // padding
+    memcpy(keys + slots[token] * size, k + token * k_stride, size * sizeof(T));
+    memcpy(values + slots[token] * size, v + token * v_stride, size * sizeof(T));
+  }
+}
+
+// Sixteen numbers that are added or multiplied at once; the compiler makes of them what
+// the processor has.
+typedef float floats __attribute__((vector_size(64)));
+typedef float eight __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+typedef uint32_t words __attribute__((vector_size(64)));
+static constexpr int LANES = 16;
+
+static inline floats load_lanes(const float* from) {
+  floats x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
+static inline floats load_lanes(const bfloat16* from) {
+  halves x;
+  memcpy(&x, from, sizeof x);
+  return (floats)(__builtin_convertvector(x, words) << 16);
+}
+
+static inline float sum_of_lanes(floats x) {
+  eight parts[2];
+  memcpy(parts, &x, sizeof x);
+  eight sum = parts[0] + parts[1];
+  four quarters[2];
+  memcpy(quarters, &sum, sizeof sum);
+  four rest = quarters[0] + quarters[1];
+  return (rest[0] + rest[1]) + (rest[2] + rest[3]);
+}
+
+// Calls for some rows of memory, which will be needed soon.
+static inline void prefetch(const void* from, int64_t rows, int64_t row_bytes,
+                            int64_t stride_bytes) {
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t i = 0; i < row_bytes; i += 64)
+      __builtin_prefetch((const char*)from + row * stride_bytes + i);
+}
+
+// scores[query][key] for the keys of a block and the queries that share their head.
+template <int QUERIES, class T>
+static inline void score(const float* queries, const T* keys, int64_t num_keys,
+                         int64_t stride, int64_t dim, float* scores,
+                         int64_t width) {
+  for (int64_t key = 0; key < num_keys; key++) {
+    floats sums[QUERIES] = {};
+    for (int64_t i = 0; i < dim; i += LANES) {
+      floats k = load_lanes(keys + key * stride + i);
+      for (int q = 0; q < QUERIES; q++)
+        sums[q] += load_lanes(queries + q * dim + i) * k;
+    }
+    for (int q = 0; q < QUERIES; q++) scores[q * width + key] = sum_of_lanes(sums[q]);
+  }
+}
+
+// mixed[query] += the values of a block, each times its score.
+template <int QUERIES, class T>
+static inline void mix(const float* scores, int64_t width, const T* values,
+                       int64_t num_keys, int64_t stride, int64_t dim, float* mixed) {
+  for (int64_t i = 0; i < dim; i += LANES) {
+    floats sums[QUERIES];
+    for (int q = 0; q < QUERIES; q++) sums[q] = load_lanes(mixed + q * dim + i);
+    for (int64_t key = 0; key < num_keys; key++) {
+      floats v = load_lanes(values + key * stride + i);
+      for (int q = 0; q < QUERIES; q++) sums[q] += scores[q * width + key] * v;
+    }
+    for (int q = 0; q < QUERIES; q++)
+      memcpy(mixed + q * dim + i, &sums[q], sizeof(floats));
+  }
+}
+
+static inline void softmax(float* scores, int64_t count) {
+  float largest = scores[0], sum = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; i++)
+    largest = scores[i] > largest ? scores[i] : largest;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; i++) {
+    scores[i] = exponential(scores[i] - largest);
+    sum += scores[i];
+  }
+  for (int64_t i = 0; i < count; i++) scores[i] /= sum;
+}
+
+// Calls `function<n>(...)` for 1 <= n <= 4 known when the program runs.
+#define WITH_QUERIES(n, function, ...)             \
+  switch (n) {                                     \
+    case 1: function<1>(__VA_ARGS__); break;       \
+    case 2: function<2>(__VA_ARGS__); break;       \
+    case 3: function<3>(__VA_ARGS__); break;       \
+    default: function<4>(__VA_ARGS__); break;      \
+  }
+
+// One query of each of some requests attends to all its keys, 0 .. last.
+//   q [rows, num_heads, dim], its rows q_stride apart; query i is in row rows[i]
+//   keys, values [num_blocks, block_size, num_kv_heads, dim]; table [num, width]
+//   y [num, num_heads, dim]
+template <class T>
+static void paged_attention(const T* q, int64_t q_stride, const T* keys,
+                            const T* values, const int64_t* table, int64_t width,
+                            const int64_t* rows, const int64_t* last, T* y, int64_t num,
+                            int64_t num_heads, int64_t num_kv_heads, int64_t dim,
+                            int64_t block_size, float scale, int threads) {
+  int64_t group = num_heads / num_kv_heads, stride = num_kv_heads * dim;
+  // A task is a query with all its heads, whose keys are neighbours in memory; with few
+  // queries, one key head of it.
+  int64_t parts = num >= 2 * threads ? 1 : num_kv_heads;
+  int64_t kv_heads = num_kv_heads / parts, heads = kv_heads * group;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> memory;
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t i = 0; i < num; i++) {
+      for (int64_t part = 0; part < parts; part++) {
+        int64_t count = last[i] + 1, first_kv_head = part * kv_heads;
+        int64_t first_head = first_kv_head * group;
+        memory.resize(heads * (2 * dim + count));
+        float* queries = memory.data();
+        float* mixed = queries + heads * dim;
+        float* scores = mixed + heads * dim;  // [heads][count]
+        const T* from = q + rows[i] * q_stride + first_head * dim;
+        for (int64_t j = 0; j < heads * dim; j++) {
+          queries[j] = load(from[j]) * scale;
+          mixed[j] = 0;
+        }
+        auto block = [&](const T* pool, int64_t key) {
+          int64_t index = table[i * width + key / block_size];
+          return pool + index * block_size * stride + first_kv_head * dim;
+        };
+        auto prefetch_block = [&](const T* pool, int64_t key) {
+          if (key < count)
+            prefetch(block(pool, key), std::min(block_size, count - key),
+                     kv_heads * dim * sizeof(T), stride * sizeof(T));
+        };
+        // Up to four query heads of the same key head.
+        auto at_once = [&](int64_t head) {
+          return std::min<int64_t>(4, group - head % group);
+        };
+
+        for (int64_t key = 0; key < count; key += block_size) {
+          prefetch_block(keys, key + block_size);
+          const T* k = block(keys, key);
+          int64_t num_keys = std::min(block_size, count - key);
+          for (int64_t head = 0; head < heads; head += at_once(head))
+            WITH_QUERIES(at_once(head), score, queries + head * dim,
+                         k + head / group * dim, num_keys, stride, dim,
+                         scores + head * count + key, count)
+        }
+        prefetch_block(values, 0);
+        for (int64_t head = 0; head < heads; head++)
+          softmax(scores + head * count, count);
+        for (int64_t key = 0; key < count; key += block_size) {
+          prefetch_block(values, key + block_size);
+          const T* v = block(values, key);
+          int64_t num_keys = std::min(block_size, count - key);
+          for (int64_t head = 0; head < heads; head += at_once(head))
+            WITH_QUERIES(at_once(head), mix, scores + head * count + key, count,
+                         v + head / group * dim, num_keys, stride, dim,
+                         mixed + head * dim)
+        }
+        T* to = y + (i * num_heads + first_head) * dim;
+        for (int64_t j = 0; j < heads * dim; j++) store(to + j, mixed[j]);
+      }
+    }
+  }
+}
+
+// The product of bfloat16 rows with a weight in panels, for processors that have the
+// instructions: AVX-512 for up to two rows, which waits for memory only, AMX for more.
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static inline void store_lanes(bfloat16* to, __m512 sums, int64_t columns) {
+  __mmask16 mask = columns >= LANES ? 0xffff : (1 << columns) - 1;
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(sums));
+}
+
+// Some rows times some panels: every sum stays in a register.
+template <int ROWS, int PANELS>
+static void multiply(const bfloat16* x, int64_t in, const bfloat16* panels, bfloat16* y,
+                     int64_t out, int64_t column) {
+  __m512 sums[ROWS][PANELS];
+  for (auto& row : sums)
+    for (auto& sum : row) sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < in; i += 2) {
+    for (int panel = 0; panel < PANELS; panel++) {
+      auto weights = (__m512bh)_mm512_loadu_si512(panels + (panel * in + i) * LANES);
+      for (int row = 0; row < ROWS; row++) {
+        int pair;
+        memcpy(&pair, x + row * in + i, sizeof pair);
+        auto inputs = (__m512bh)_mm512_set1_epi32(pair);
+        sums[row][panel] = _mm512_dpbf16_ps(sums[row][panel], weights, inputs);
+      }
+    }
+  }
+  for (int row = 0; row < ROWS; row++)
+    for (int panel = 0; panel < PANELS; panel++) {
+      int64_t first = column + panel * LANES;
+      store_lanes(y + row * out + first, sums[row][panel], out - first);
+    }
+}
+
+template <int ROWS>
+static void multiply_few(const bfloat16* x, int64_t in, const bfloat16* weight,
+                         bfloat16* y, int64_t out, int64_t panel, int64_t end) {
+  for (; panel + 4 <= end; panel += 4)  // four streams of memory at a time
+    multiply<ROWS, 4>(x, in, weight + panel * in * LANES, y, out, panel * LANES);
+  for (; panel < end; panel++)
+    multiply<ROWS, 1>(x, in, weight + panel * in * LANES, y, out, panel * LANES);
+}
+
+// Some compilers do not know that loading a tile reads memory: what has been written
+// before this line is in memory behind it.
+static inline void finish_writing() { asm volatile("" ::: "memory"); }
+
+static constexpr int TILE = 16;         // rows of a tile
+static constexpr int INPUTS = 32;       // inputs in a row of a tile
+static constexpr int SUMS = TILE * LANES;
+static constexpr int64_t ROWS_AT_ONCE = 256;
+
+struct TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {};
+  uint8_t rows[16] = {};
+  TileConfig() {
+    for (int tile = 0; tile < 8; tile++) bytes_per_row[tile] = 64, rows[tile] = TILE;
+  }
+};
+
+// One or two tiles of rows, a and b, times one, two or four panels. Tiles 0 to 3 hold
+// the sums, 4 and 5 the rows, 6 and 7 the weights.
+template <int ROW_TILES, int PANELS>
+static void multiply_tiles(const bfloat16* a, const bfloat16* b, int64_t in,
+                           const bfloat16* panels, float* sums) {
+  static_assert(ROW_TILES * PANELS <= 4);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t i = 0; i < in; i += INPUTS) {
+    const bfloat16* weights = panels + i * LANES;
+    _tile_loadd(4, a + i, in * sizeof(bfloat16));
+    if constexpr (ROW_TILES == 2) _tile_loadd(5, b + i, in * sizeof(bfloat16));
+    _tile_loadd(6, weights, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (ROW_TILES == 2) _tile_dpbf16ps(2, 5, 6);
+    if constexpr (PANELS >= 2) {
+      _tile_loadd(7, weights + in * LANES, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (ROW_TILES == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+    if constexpr (PANELS == 4) {
+      _tile_loadd(6, weights + 2 * in * LANES, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, weights + 3 * in * LANES, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + SUMS, 64);
+  _tile_stored(2, sums + 2 * SUMS, 64);
+  _tile_stored(3, sums + 3 * SUMS, 64);
+}
+
+// As above, and the sums of the rows that exist go to y.
+template <int ROW_TILES, int PANELS>
+static void multiply_many(const bfloat16* a, const bfloat16* b, int64_t rows,
+                          int64_t in, const bfloat16* panels, bfloat16* y, int64_t out,
+                          int64_t column) {
+  alignas(64) float sums[4 * SUMS];
+  multiply_tiles<ROW_TILES, PANELS>(a, b, in, panels, sums);
+  for (int64_t row = 0; row < std::min<int64_t>(rows, ROW_TILES * TILE); row++)
+    for (int panel = 0; panel < PANELS; panel++) {
+      const float* tile = sums + (row / TILE * 2 + panel) * SUMS;
+      int64_t first = column + panel * LANES;
+      store_lanes(y + row * out + first, _mm512_load_ps(tile + row % TILE * LANES),
+                  out - first);
+    }
+}
+
+extern "C" const char* why_no_tiles() {
+  // Linux grants the tiles' registers to programs that ask: ARCH_REQ_XCOMP_PERM, 18.
+  static bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return granted ? nullptr : "the operating system does not grant AMX";
+}
+
+// y = x W^T; x [rows, in], in a multiple of 32; weight [panels][in / 2][16][2]
+extern "C" void linear_bfloat16(const bfloat16* x, const bfloat16* weight,
+                                bfloat16* y, int64_t rows, int64_t in, int64_t out,
+                                int threads) {
+  int64_t panels = (out + LANES - 1) / LANES;
+#pragma omp parallel num_threads(threads)
+  {
+    int64_t team = omp_get_num_threads(), self = omp_get_thread_num();
+    int64_t first = panels * self / team, end = panels * (self + 1) / team;
+    if (rows == 1) {
+      multiply_few<1>(x, in, weight, y, out, first, end);
+    } else if (rows == 2) {
+      multiply_few<2>(x, in, weight, y, out, first, end);
+    } else if (first < end) {
+      TileConfig config;
+      finish_writing();
+      _tile_loadconfig(&config);
+      int64_t whole = rows / TILE * TILE;
+      std::vector<bfloat16> last;  // the last rows, filled up to a tile
+      if (whole < rows) {
+        last.resize(TILE * in);
+        memcpy(last.data(), x + whole * in, (rows - whole) * in * sizeof(bfloat16));
+      }
+      finish_writing();
+      auto tile = [&](int64_t row) { return row < whole ? x + row * in : last.data(); };
+      // So many rows stay in the second cache while all panels pass by.
+      for (int64_t from = 0; from < rows; from += ROWS_AT_ONCE) {
+        int64_t to = std::min(rows, from + ROWS_AT_ONCE), panel = first;
+        auto step = [&](auto few, auto many, int count) {
+          const bfloat16* some = weight + panel * in * LANES;
+          for (int64_t row = from; row < to; row += 2 * TILE) {
+            const bfloat16 *a = tile(row), *b = tile(row + TILE);
+            auto function = row + TILE < rows ? many : few;
+            function(a, b, rows - row, in, some, y + row * out, out, panel * LANES);
+          }
+          panel += count;
+        };
+        if (rows <= TILE)
+          while (panel + 4 <= end) step(multiply_many<1, 4>, multiply_many<1, 4>, 4);
+        while (panel + 2 <= end) step(multiply_many<1, 2>, multiply_many<2, 2>, 2);
+        if (panel < end) step(multiply_many<1, 1>, multiply_many<2, 1>, 1);
+      }
+      _tile_release();
+    }
+  }
+}
+
+// Keys for the product with queries, [keys / 16][dim / 32][16 pairs][16 keys][2], and
+// values for the product with shares, [keys / 32][dim / 16][16 pairs][16 dims][2];
+// the last ones are filled up with zeros.
+static void pack_keys(const bfloat16* from, int64_t key, int64_t dim, uint32_t* to) {
+  for (int64_t pair = 0; pair < dim / 2; pair++) {
+    int64_t tile = key / LANES * (dim / INPUTS) + pair / TILE;
+    memcpy(to + tile * SUMS + pair % TILE * LANES + key % LANES, from + 2 * pair, 4);
+  }
+}
+
+static void pack_values(const bfloat16* even, const bfloat16* odd, int64_t key,
+                        int64_t dim, uint32_t* to) {
+  to += key / INPUTS * dim / LANES * SUMS + key % INPUTS / 2 * LANES;
+  for (int64_t i = 0; i < dim; i += LANES, to += SUMS) {
+#pragma omp simd
+    for (int64_t lane = 0; lane < LANES; lane++)
+      to[lane] = even[i + lane].bits | uint32_t(odd[i + lane].bits) << 16;
+  }
+}
+
+// A piece of a request with one key head: num_queries neighbouring queries, of which
+// the last sees num_keys keys, and each one before it a key less.
+struct Piece {
+  const bfloat16* q;  // its queries, q_stride apart, from the group's first head on
+  bfloat16* y;        // the same place in the result, y_stride apart
+  int64_t q_stride, y_stride, num_queries, num_keys, group, dim;
+};
+
+static void attend_piece(const Piece& piece, const uint32_t* keys,
+                         const uint32_t* values, float scale,
+                         std::vector<float>& floats_memory,
+                         std::vector<bfloat16>& halves_memory) {
+  int64_t dim = piece.dim, width = (piece.num_keys + INPUTS - 1) / INPUTS * INPUTS;
+  int64_t num_rows = piece.num_queries * piece.group;
+  floats_memory.resize(2 * SUMS + TILE * width);
+  halves_memory.resize(TILE * (width + dim));
+  float* sums = floats_memory.data();
+  float* scores = sums + 2 * SUMS;           // [16][width]
+  bfloat16* shares = halves_memory.data();   // [16][width]
+  bfloat16* queries = shares + TILE * width;  // [16][dim]
+  for (int64_t first = 0; first < num_rows; first += TILE) {
+    int64_t rows = std::min<int64_t>(TILE, num_rows - first);
+    int64_t visible[TILE], most = 0;
+    for (int64_t row = 0; row < rows; row++) {
+      int64_t query = (first + row) / piece.group, head = (first + row) % piece.group;
+      memcpy(queries + row * dim, piece.q + query * piece.q_stride + head * dim,
+             dim * sizeof(bfloat16));
+      visible[row] = piece.num_keys - piece.num_queries + query + 1;
+      most = std::max(most, visible[row]);
+    }
+    int64_t end = (most + INPUTS - 1) / INPUTS * INPUTS;
+    finish_writing();
+
+    for (int64_t key = 0; key < end; key += INPUTS) {  // two tiles of keys
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int64_t i = 0; i < dim; i += INPUTS) {
+        const uint32_t* tile = keys + key * dim / 2 + i / INPUTS * SUMS;
+        _tile_loadd(4, queries + i, dim * sizeof(bfloat16));
+        _tile_loadd(6, tile, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, tile + LANES * dim / 2, 64);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      _tile_stored(0, scores + key, width * sizeof(float));
+      _tile_stored(1, scores + key + LANES, width * sizeof(float));
+    }
+
+    float totals[TILE];
+    for (int64_t row = 0; row < rows; row++) {
+      const float* of = scores + row * width;
+      float largest = of[0], total = 0;
+#pragma omp simd reduction(max : largest)
+      for (int64_t i = 0; i < visible[row]; i++)
+        largest = of[i] > largest ? of[i] : largest;
+      bfloat16* to = shares + row * width;
+#pragma omp simd reduction(+ : total)
+      for (int64_t i = 0; i < visible[row]; i++) {
+        float share = exponential((of[i] - largest) * scale);
+        store(to + i, share);
+        total += share;
+      }
+      memset(to + visible[row], 0, (end - visible[row]) * sizeof(bfloat16));
+      totals[row] = total;
+    }
+    finish_writing();
+
+    for (int64_t column = 0; column < dim; column += 2 * LANES) {
+      _tile_zero(0);
+      _tile_zero(1);
+      for (int64_t key = 0; key < end; key += INPUTS) {
+        const uint32_t* tile = values + key * dim / 2 + column / LANES * SUMS;
+        _tile_loadd(4, shares + key, width * sizeof(bfloat16));
+        _tile_loadd(6, tile, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, tile + SUMS, 64);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      _tile_stored(0, sums, 2 * 64);
+      _tile_stored(1, sums + LANES, 2 * 64);
+      for (int64_t row = 0; row < rows; row++) {
+        int64_t query = (first + row) / piece.group, head = (first + row) % piece.group;
+        bfloat16* to = piece.y + query * piece.y_stride + head * dim + column;
+        for (int64_t i = 0; i < 2 * LANES; i++)
+          store(to + i, sums[row * 2 * LANES + i] / totals[row]);
+      }
+    }
+  }
+}
+
+// Pieces of requests attend to their keys in the cache.
+//   q as for paged_attention; piece i is lengths[i] rows of it, from starts[i] on
+//   y [num][longest][num_heads][dim]
+extern "C" void prefill_attention_bfloat16(
+    const bfloat16* q, int64_t q_stride, const bfloat16* keys, const bfloat16* values,
+    const int64_t* table, int64_t width, const int64_t* starts, const int64_t* lengths,
+    const int64_t* num_keys, bfloat16* y, int64_t num, int64_t longest,
+    int64_t num_heads, int64_t num_kv_heads, int64_t dim, int64_t block_size,
+    float scale, int threads) {
+  int64_t group = num_heads / num_kv_heads, stride = num_kv_heads * dim;
+#pragma omp parallel num_threads(threads)
+  {
+    TileConfig config;
+    finish_writing();
+    _tile_loadconfig(&config);
+    // Kept from call to call: fresh memory costs more than the work.
+    static thread_local std::vector<uint32_t> packed_keys, packed_values;
+    static thread_local std::vector<float> floats_memory;
+    static thread_local std::vector<bfloat16> halves_memory;
+    std::vector<bfloat16> zeros(dim, bfloat16{0});
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t i = 0; i < num; i++) {
+      for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
+        int64_t whole = (num_keys[i] + INPUTS - 1) / INPUTS * INPUTS;
+        for (auto packed : {&packed_keys, &packed_values}) {
+          int64_t size = whole * dim / 2, last = size - INPUTS * dim / 2;
+          if (int64_t(packed->size()) < size) packed->resize(size);
+          // Some of the last places may stay empty.
+          std::fill_n(packed->begin() + last, INPUTS * dim / 2, 0);
+        }
+        auto place = [&](const bfloat16* pool, int64_t key) {
+          int64_t slot = table[i * width + key / block_size] * block_size;
+          return pool + (slot + key % block_size) * stride + kv_head * dim;
+        };
+        for (int64_t key = 0; key < num_keys[i]; key++)
+          pack_keys(place(keys, key), key, dim, packed_keys.data());
+        for (int64_t key = 0; key < num_keys[i]; key += 2) {
+          bool has_odd = key + 1 < num_keys[i];
+          const bfloat16* odd = has_odd ? place(values, key + 1) : zeros.data();
+          pack_values(place(values, key), odd, key, dim, packed_values.data());
+        }
+        int64_t head = kv_head * group;
+        Piece piece = {q + starts[i] * q_stride + head * dim,
+                       y + (i * longest * num_heads + head) * dim,
+                       q_stride, num_heads * dim, lengths[i], num_keys[i], group, dim};
+        attend_piece(piece, packed_keys.data(), packed_values.data(), scale,
+                     floats_memory, halves_memory);
+      }
+    }
+    _tile_release();
+  }
+}
+#else
+extern "C" const char* why_no_tiles() { return "this processor has no AMX"; }
+#endif
+
+// The names that Python calls: each op, once for float32 and once for bfloat16.
+#define NAMED(T, name)                                                              \
+  extern "C" void rms_norm_##name(T* x, const T* added, const T* weight, T* y,      \
+                                  int64_t rows, int64_t size, float eps,            \
+                                  int threads) {                                    \
+    rms_norm(x, added, weight, y, rows, size, eps, threads);                        \
+  }                                                                                 \
+  extern "C" void silu_and_mul_##name(const T* gate_up, T* y, int64_t rows,         \
+                                      int64_t size, int threads) {                  \
+    silu_and_mul(gate_up, y, rows, size, threads);                                  \
+  }                                                                                 \
+  extern "C" void rotary_embedding_##name(T* heads, const float* cos,               \
+                                          const float* sin, int64_t tokens,         \
+                                          int64_t num_heads, int64_t num_rotated,   \
+                                          int64_t dim, int threads) {               \
+    rotary_embedding(heads, cos, sin, tokens, num_heads, num_rotated, dim,          \
+                     threads);                                                      \
+  }                                                                                 \
+  extern "C" void reshape_and_cache_##name(                                         \
+      const T* k, const T* v, int64_t k_stride, int64_t v_stride, T* keys,          \
+      T* values, const int64_t* slots, int64_t tokens, int64_t size) {              \
+    reshape_and_cache(k, v, k_stride, v_stride, keys, values, slots, tokens, size); \
+  }                                                                                 \
+  extern "C" void paged_attention_##name(                                           \
+      const T* q, int64_t q_stride, const T* keys, const T* values,                 \
+      const int64_t* table, int64_t width, const int64_t* rows,                     \
+      const int64_t* last, T* y, int64_t num, int64_t num_heads,                    \
+      int64_t num_kv_heads, int64_t dim, int64_t block_size, float scale,           \
+      int threads) {                                                                \
+    paged_attention(q, q_stride, keys, values, table, width, rows, last, y, num,    \
+                    num_heads, num_kv_heads, dim, block_size, scale, threads);      \
+  }
+NAMED(float, float32)
+NAMED(bfloat16, bfloat16)

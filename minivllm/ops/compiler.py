@@ -1,0 +1,135 @@
+"""Compile a C++ file when it is first needed, and load it.
+
+Nothing is compiled at installation, and nothing needs a compiler: whoever asks gets the
+library, or the reason why there is none.
+
+Invariant: a library in the cache fits: its name is the hash of source, flags, compiler
+and processor.
+
+Called by the compiled backends of the ops.
+
+In vLLM: vllm/_custom_ops.py, whose C++ is compiled when vLLM is built.
+Source: appendix A10, "Compiled operations".
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import minivllm
+from minivllm.config import cache_dir
+from minivllm.errors import BackendUnavailable
+
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"]
+
+
+def kernel_source(name: str) -> Path:
+    """Return the path of a file in `kernels/`, in a checkout or an installation."""
+    package = Path(minivllm.__file__).parent
+    installed = package / "kernels" / name
+    return installed if installed.exists() else package.parent / "kernels" / name
+
+
+def processor() -> str:
+    """Return what makes this processor different from others, as far as we can see."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kinds = ("model name", "flags", "Features", "CPU part")
+    known = dict.fromkeys(line for line in lines if line.startswith(kinds))
+    return "\n".join([platform.machine(), platform.processor(), *known])
+
+
+def run(command: list[str]) -> str:
+    """Run a command and return what it prints.
+
+    Raises:
+        BackendUnavailable: It cannot be started, or fails; with its first complaint.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=300,
+            env=os.environ | {"LC_ALL": "C"},  # complaints in English
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendUnavailable(f"{command[0]} does not run: {error}") from error
+    if done.returncode:
+        complaints = [line for line in done.stderr.splitlines() if "error" in line]
+        complaint = (complaints or [f"exit code {done.returncode}"])[0]
+        raise BackendUnavailable(f"{command[0]} fails: {complaint}")
+    return done.stdout
+
+
+def others_may_write(folder: Path) -> bool:
+    """Tell whether another user could have put something into a folder."""
+    if os.name != "posix":
+        return False
+    status = folder.stat()
+    return status.st_uid != os.getuid() or bool(status.st_mode & 0o022)
+
+
+def compile_library(source: Path) -> Path:
+    """Return the library made from a source file; compiled, if it is not there yet.
+
+    Raises:
+        BackendUnavailable: There is no compiler, or it cannot compile the file.
+    """
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(compiler[0]) is None:
+        raise BackendUnavailable(
+            f"there is no C++ compiler: {compiler[0]!r} is not found (install g++, or "
+            "set CXX)"
+        )
+    inputs = [source.read_text(), *FLAGS, run([*compiler, "--version"]), processor()]
+    key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
+    library = cache_dir() / "compiled" / f"{source.stem}-{key}.so"
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if others_may_write(library.parent):
+        raise BackendUnavailable(
+            f"others may write into {str(library.parent)!r}, and what lies there is "
+            "run: make it yours alone (chmod 700), or set MINIVLLM_CACHE"
+        )
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        objects, linked = Path(folder, "ops.o"), Path(folder, "ops.so")
+        run([*compiler, *FLAGS, "-c", str(source), "-o", str(objects)])
+        # Linked without -fopenmp: its threads are then those that torch has started.
+        run([*compiler, "-shared", str(objects), "-o", str(linked)])
+        os.replace(linked, library)  # whole or not at all, even if two compile at once
+    return library
+
+
+@cache
+def _load(name: str) -> ctypes.CDLL | str:
+    torch.get_num_threads()  # torch has to be here before: the library uses its threads
+    try:
+        return ctypes.CDLL(str(compile_library(kernel_source(name))))
+    except (BackendUnavailable, OSError) as error:
+        return str(error)
+
+
+def load_library(name: str) -> ctypes.CDLL:
+    """Return the compiled form of a file in `kernels/`.
+
+    Raises:
+        BackendUnavailable: It cannot be compiled or loaded here; tried once.
+    """
+    library = _load(name)
+    if isinstance(library, str):
+        raise BackendUnavailable(library)
+    return library

@@ -1,0 +1,375 @@
+"""The compiled operations do what their references do, over random shapes."""
+
+import platform
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minivllm.errors import BackendUnavailable
+from minivllm.ops import cpu, registry
+from minivllm.ops.cpu import (
+    CompiledAttention,
+    CompiledLinear,
+    CompiledPrefill,
+    CompiledRMSNorm,
+    compiled_argmax,
+    compiled_reshape_and_cache,
+    compiled_rotary_embedding,
+    compiled_silu_and_mul,
+    why_no_tiles,
+    why_not_compiled,
+)
+from minivllm.ops.paged_attention import PaddedAttention
+from minivllm.ops.reference import (
+    TorchRMSNorm,
+    argmax,
+    reshape_and_cache,
+    rotary_embedding,
+    silu_and_mul,
+)
+
+needs_compiler = pytest.mark.skipif(
+    why_not_compiled("cpu", "float32") is not None,
+    reason=str(why_not_compiled("cpu", "float32")),
+)
+needs_tiles = pytest.mark.skipif(
+    why_no_tiles("cpu", "bfloat16") is not None,
+    reason=str(why_no_tiles("cpu", "bfloat16")),
+)
+DTYPES = [torch.float32, torch.bfloat16]
+EPS = 1e-5
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """Both the loops of one thread and those that are cut among two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def numbers():
+    return torch.Generator().manual_seed(0)
+
+
+def assert_close(ours, theirs, units=4):
+    """Demand equality up to a few units in the last place of the largest value."""
+    assert ours.shape == theirs.shape
+    assert ours.dtype == theirs.dtype
+    allowed = units * torch.finfo(theirs.dtype).eps * theirs.abs().max()
+    assert (ours.float() - theirs.float()).abs().max() <= allowed
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 15, 16, 31, 576, 1000])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 200])
+def test_norms(num_rows, size, dtype, numbers, threads):
+    x, added = torch.randn(2, num_rows, size, generator=numbers).to(dtype)
+    weight = torch.randn(size, generator=numbers).to(dtype)
+    ours, theirs = CompiledRMSNorm(weight, EPS), TorchRMSNorm(weight, EPS)
+    before = x.clone()
+    if num_rows:
+        assert_close(ours(x), theirs(x))
+    assert ours(x).shape == x.shape
+    assert x.equal(before)
+    our_sum, their_sum = x.clone(), x.clone()
+    normed = ours(our_sum, added)
+    if num_rows:
+        assert_close(normed, theirs(their_sum, added))
+        assert our_sum.equal(their_sum)
+
+
+@needs_compiler
+def test_the_epsilon_of_a_norm_counts():
+    x = torch.full((1, 8), 1e-3)
+    norm = CompiledRMSNorm(torch.ones(8), 1e-2)
+    assert_close(norm(x), TorchRMSNorm(torch.ones(8), 1e-2)(x))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 17, 1536])
+def test_gates(size, dtype, numbers, threads):
+    gate_up = (torch.randn(21, 2 * size, generator=numbers) * 8).to(dtype)
+    assert_close(compiled_silu_and_mul(gate_up), silu_and_mul(gate_up))
+
+
+@needs_compiler
+def test_gates_far_out_are_zero_or_linear():
+    gates = [-3e38, -1e30, -200.0, -90.0, -87.5, 0.0, 90.0, 200.0, 1e30, float("inf")]
+    gate_up = torch.tensor([[*gates, *[1.0] * len(gates)]])
+    ours, theirs = compiled_silu_and_mul(gate_up), silu_and_mul(gate_up)
+    assert torch.allclose(ours, theirs, atol=1e-7)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_stays_one(dtype):
+    for value in (float("nan"), -float("nan")):
+        gate_up = torch.ones(1, 64, dtype=dtype)
+        gate_up[0, 7] = value
+        y = compiled_silu_and_mul(gate_up)
+        assert y.isnan().nonzero().tolist() == [[0, 7]]
+        x = torch.ones(2, 32, dtype=dtype)
+        x[1, 3] = value
+        normed = CompiledRMSNorm(torch.ones(32, dtype=dtype), EPS)(x)
+        assert normed.isnan().all(dim=1).tolist() == [False, True]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 16, 24, 64])
+def test_rotations_leave_the_last_heads_alone(head_dim, dtype, numbers, threads):
+    heads = torch.randn(300, 5, head_dim, generator=numbers).to(dtype)
+    angles = torch.rand(300, 1, head_dim, generator=numbers) * 100
+    cos, sin = angles.cos(), angles.sin()
+    ours = heads.clone()
+    result = compiled_rotary_embedding(ours, 4, cos, sin)
+    assert_close(result, rotary_embedding(heads, 4, cos, sin))
+    assert ours[:, 4].equal(heads[:, 4])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_go_to_their_slots(dtype, numbers):
+    heads = torch.randn(7, 5, 16, generator=numbers).to(dtype)
+    k, v = heads[:, 1:3], heads[:, 3:]
+    ours, theirs = torch.zeros(2, 2, 6, 4, 2, 16, dtype=dtype)
+    slots = torch.randperm(24, generator=numbers)[:7]
+    compiled_reshape_and_cache(k, v, ours, slots)
+    reshape_and_cache(k, v, theirs, slots)
+    assert ours.equal(theirs)
+
+
+@needs_compiler
+def test_padding_is_written_nowhere():
+    kv_cache = torch.zeros(2, 2, 4, 1, 16)
+    k = v = torch.ones(2, 1, 16)
+    compiled_reshape_and_cache(k, v, kv_cache, torch.tensor([-1, 5]))
+    assert kv_cache.flatten(1, 2).sum(dim=(0, 2, 3)).nonzero().tolist() == [[5]]
+
+
+def attend(make, rows, last, table, kv_cache, group_size, q):
+    attention = make(rows, last, table, kv_cache, group_size)
+    return attention.attend(q, kv_cache, kv_cache.shape[-1] ** -0.5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 9, 16])
+@pytest.mark.parametrize("num_pieces", [1, 3, 9])
+def test_attention(num_pieces, group_size, dtype, numbers, threads):
+    generator = random.Random(num_pieces * 100 + group_size)
+    for block_size in (1, 4, 16, 32):
+        head_dim = generator.choice([16, 48, 64, 128])
+        num_kv_heads = generator.choice([1, 2, 3])
+        num_keys = 80
+        width = -(-num_keys // block_size)
+        kv_cache = torch.randn(
+            2, 100, block_size, num_kv_heads, head_dim, generator=numbers
+        ).to(dtype)
+        last = torch.randint(0, num_keys, (num_pieces, 1), generator=numbers)
+        last[0] = generator.choice([0, block_size - 1, num_keys - 1])
+        table = torch.randint(0, 100, (num_pieces, width), generator=numbers)
+        num_heads = num_kv_heads * group_size
+        # q is the first part of wider rows, as q, k and v are.
+        wide = torch.randn(num_pieces + 2, num_heads + 3, head_dim, generator=numbers)
+        q = wide.to(dtype)[:, :num_heads]
+        rows = torch.randperm(num_pieces + 2, generator=numbers)[:num_pieces, None]
+        arguments = (rows, last, table, kv_cache, group_size, q)
+        ours = attend(CompiledAttention, *arguments)
+        assert_close(ours, attend(PaddedAttention, *arguments), units=8)
+
+
+@needs_compiler
+def test_attention_reads_nothing_behind_the_last_key(numbers):
+    kv_cache = torch.randn(2, 4, 4, 1, 16, generator=numbers)
+    table, last = torch.tensor([[2, 0]]), torch.tensor([[4]])
+    q, rows = torch.randn(1, 2, 16, generator=numbers), torch.tensor([[0]])
+    clean = attend(CompiledAttention, rows, last, table, kv_cache, 2, q)
+    kv_cache[:, 0, 1:] = torch.nan
+    kv_cache[:, [1, 3]] = torch.nan
+    assert attend(CompiledAttention, rows, last, table, kv_cache, 2, q).equal(clean)
+
+
+@needs_compiler
+def test_large_scores_do_not_overflow():
+    kv_cache = torch.ones(2, 1, 4, 1, 16)
+    kv_cache[1, 0, 1] = 3
+    kv_cache[0, 0, 1] *= 2
+    q = torch.full((1, 1, 16), 1e4)
+    place = torch.tensor([[0]])
+    last = torch.tensor([[3]])
+    mixed = attend(CompiledAttention, place, last, place, kv_cache, 1, q)
+    assert mixed.tolist() == [[[3.0] * 16]]
+
+
+@needs_tiles
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("num_outputs", [1, 16, 33, 64, 100, 960])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 49, 130])
+def test_products(num_rows, num_outputs, has_bias, numbers, threads):
+    for num_inputs in (1, 31, 32, 64, 576):
+        x = torch.randn(num_rows, num_inputs, generator=numbers).bfloat16()
+        weight = torch.randn(num_outputs, num_inputs, generator=numbers).bfloat16()
+        bias = torch.randn(num_outputs, generator=numbers).bfloat16()
+        ours = CompiledLinear(weight, bias if has_bias else None)(x)
+        exact = (x.double() @ weight.double().T).bfloat16()
+        if has_bias:
+            exact = exact + bias
+        if num_rows:
+            assert_close(ours, exact, units=1)
+        assert ours.shape == (num_rows, num_outputs)
+
+
+@needs_tiles
+def test_products_take_any_view_and_number_of_dimensions(numbers):
+    x = torch.randn(6, 5, 64, generator=numbers).bfloat16()
+    weight = torch.randn(24, 64, generator=numbers).bfloat16()
+    linear = CompiledLinear(weight)
+    assert linear(x).shape == (6, 5, 24)
+    assert linear(x[::2]).equal(linear(x[::2].clone()))
+    assert linear(x[0, 0]).shape == (24,)
+
+
+@needs_tiles
+def test_a_row_is_the_same_whoever_else_is_in_the_batch(numbers):
+    """True within the tiles, and within the vectors for one or two rows."""
+    weight = torch.randn(96, 576, generator=numbers).bfloat16()
+    x = torch.randn(70, 576, generator=numbers).bfloat16()
+    linear = CompiledLinear(weight)
+    everybody = linear(x)
+    for count in (3, 16, 17, 40):
+        assert linear(x[:count]).equal(everybody[:count])
+    assert linear(x[:2])[:1].equal(linear(x[:1]))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "sizes", "reason"),
+    [
+        ("cuda", "float32", {}, "not for cuda"),
+        ("cpu", "float16", {}, "not for float16"),
+        ("cpu", "float32", {"head_dim": 40}, "multiple of 16"),
+    ],
+)
+def test_conditions_say_what_is_missing(device, dtype, sizes, reason):
+    assert reason in why_not_compiled(device, dtype, **sizes)
+
+
+@needs_compiler
+def test_products_in_float32_stay_with_torch():
+    assert "float32" in why_no_tiles("cpu", "float32")
+
+
+def test_a_library_that_cannot_be_loaded_is_a_reason(monkeypatch):
+    def fail(name):
+        raise BackendUnavailable(f"{name} cannot be compiled")
+
+    monkeypatch.setattr(cpu, "load_library", fail)
+    assert why_not_compiled("cpu", "float32") == "cpu_ops.cpp cannot be compiled"
+    assert "cannot be compiled" in why_no_tiles("cpu", "bfloat16")
+
+
+@needs_compiler
+@pytest.mark.parametrize("op", sorted(cpu.IMPLEMENTATIONS))
+def test_the_compiled_backends_are_chosen(op, monkeypatch):
+    monkeypatch.delenv(f"MINIVLLM_OP_{op.upper()}", raising=False)
+    choice = registry.choose(op, "cpu", "float32")
+    assert choice.backend.name == "compiled"
+    assert choice.passed_over == {}
+
+
+@needs_compiler
+def test_wrong_memory_is_refused_before_cpp_sees_it():
+    x = torch.ones(4, 64)[:, ::2]
+    with pytest.raises(AssertionError):
+        CompiledRMSNorm(torch.ones(32), EPS)(x)
+    with pytest.raises(AssertionError):
+        CompiledRMSNorm(torch.ones(32), EPS)(torch.ones(2, 32), torch.ones(3, 32))
+    several = torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(AssertionError):
+        CompiledAttention(several, several, several, torch.ones(2, 1, 4, 1, 16), 1)
+
+
+@needs_tiles
+@pytest.mark.parametrize("group_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("head_dim", [32, 64, 96])
+def test_attention_of_many_queries(head_dim, group_size, numbers, threads):
+    generator = random.Random(head_dim + group_size)
+    for block_size in (1, 4, 16, 32):
+        num_kv_heads, num_pieces = generator.choice([1, 2]), generator.choice([1, 2, 5])
+        lengths = [generator.choice([1, 2, 5, 16, 17, 40]) for _ in range(num_pieces)]
+        before = [generator.choice([0, 1, 15, 33]) for _ in range(num_pieces)]
+        longest = max(lengths)
+        rows, positions, start = [], [], 2  # two rows of others come first
+        for length, old in zip(lengths, before, strict=True):
+            steps = torch.arange(longest).clamp(max=length - 1)
+            rows.append(start + steps)
+            positions.append(old + steps)
+            start += length
+        rows, positions = torch.stack(rows), torch.stack(positions)
+        width = int(positions.max()) // block_size + 1
+        table = torch.randint(0, 50, (num_pieces, width), generator=numbers)
+        kv_cache = torch.randn(
+            2, 50, block_size, num_kv_heads, head_dim, generator=numbers
+        ).bfloat16()
+        num_heads = num_kv_heads * group_size
+        wide = torch.randn(start, num_heads + 1, head_dim, generator=numbers)
+        q = wide.bfloat16()[:, :num_heads]
+        arguments = (rows, positions, table, kv_cache, group_size, q)
+        ours = attend(CompiledPrefill, *arguments).view(num_pieces, longest, -1)
+        exact = attend(PaddedAttention, *arguments).view(num_pieces, longest, -1)
+        for piece, length in enumerate(lengths):
+            assert_close(ours[piece, :length], exact[piece, :length], units=8)
+
+
+@needs_compiler
+def test_the_best_score_is_the_first_of_equals_and_a_nan_is_found(numbers, threads):
+    logits = torch.randn(5, 40_000, generator=numbers)
+    logits[1, 7] = logits[1, 30_001] = 50
+    logits[2, 39_999] = torch.nan
+    logits[3] = -torch.inf
+    logits[4, 0] = torch.inf
+    view = logits[:, :39_999]
+    for scores in (logits, view):
+        largest, token_ids = compiled_argmax(scores)
+        expected, expected_ids = argmax(scores)
+        assert torch.equal(largest.nan_to_num(-7), expected.nan_to_num(-7))
+        assert token_ids[[0, 1, 3, 4]].equal(expected_ids[[0, 1, 3, 4]])
+    assert (
+        compiled_argmax(logits)[0].isnan().tolist()
+        == [False, False, True] + [False] * 2
+    )
+
+
+OLDER = """
+import sys
+from minivllm.ops import compiler
+compiler.FLAGS[compiler.FLAGS.index("-march=native")] = "-march=x86-64-v2"
+import pytest
+from minivllm.ops.cpu import why_no_tiles
+assert "no AMX" in why_no_tiles("cpu", "bfloat16")
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="not x86")
+def test_the_operations_are_right_on_an_older_processor_too():
+    """The same file, compiled without AVX, through the tests above."""
+    these = "(attention or norms or gates or rotations) and not (many or older)"
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER, __file__, "-k", these],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
