@@ -733,17 +733,20 @@ class EngineMachine(RuleBasedStateMachine):
         assert_all_free(self.engine)
 
 
+MACHINE_SETTINGS = settings(
+    derandomize=True,
+    max_examples=90,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
 def test_every_request_ends_once_and_as_if_alone_whatever_happens(caplog):
     caplog.set_level(logging.CRITICAL)
     run_state_machine_as_test(
         EngineMachine,
-        settings=settings(
-            derandomize=True,
-            max_examples=90,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=MACHINE_SETTINGS,
     )
     # The run has met what it is for.
     assert EngineMachine.num_steps > 1000

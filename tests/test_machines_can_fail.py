@@ -3,14 +3,14 @@
 import logging
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from minivllm.engine.block_manager import BlockKey, BlockManager
 from minivllm.engine.scheduler import Scheduler
 from minivllm.request import RequestStatus
 from tests import test_soak
-from tests.test_engine import EngineMachine
+from tests.test_engine import MACHINE_SETTINGS, EngineMachine
 
 
 def forget_to_free_the_last_block(monkeypatch):
@@ -56,13 +56,7 @@ def test_the_state_machine_finds_a_broken_line(break_it, monkeypatch, caplog):
         run_state_machine_as_test(
             EngineMachine,
             settings=settings(
-                derandomize=True,
-                max_examples=90,
-                stateful_step_count=30,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-                print_blob=False,
-                report_multiple_bugs=False,
+                MACHINE_SETTINGS, print_blob=False, report_multiple_bugs=False
             ),
         )
 

@@ -69,11 +69,18 @@ def is_index(x: Tensor, *shape: int) -> bool:
     return x.is_contiguous() and x.shape == shape and x.dtype == torch.int64
 
 
-def check_heads(q: Tensor, kv_cache: Tensor, num_heads: int) -> None:
-    """Check that queries and cache are laid out as C++ reads them."""
-    head_dim = kv_cache.shape[-1]
+def attention_arguments(
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, group_size: int, scale: float
+) -> tuple[list, list]:
+    """Return the first and the last arguments of the C++ functions of attention."""
+    _, _, block_size, num_kv_heads, head_dim = kv_cache.shape
+    num_heads = num_kv_heads * group_size
     assert q.shape[1:] == (num_heads, head_dim) and q.stride()[1:] == (head_dim, 1)
     assert kv_cache.is_contiguous() and kv_cache.dtype == q.dtype
+    first = [q.data_ptr(), q.stride(0), *both_pools(kv_cache)]
+    first += [block_table.data_ptr(), block_table.shape[1]]
+    last = [num_heads, num_kv_heads, head_dim, block_size, scale]
+    return first, [*last, torch.get_num_threads()]
 
 
 def both_pools(kv_cache: Tensor) -> tuple[int, int]:
@@ -204,29 +211,12 @@ class CompiledAttention:
 
     def attend(self, q: Tensor, kv_cache: Tensor, scale: float) -> Tensor:
         """Attend to keys in the cache, [num_pieces, num_heads, head_dim]."""
-        _, _, block_size, num_kv_heads, head_dim = kv_cache.shape
-        num_heads = num_kv_heads * self.group_size
-        check_heads(q, kv_cache, num_heads)
-        keys, values = both_pools(kv_cache)
-        y = q.new_empty(len(self.rows), num_heads, head_dim)
-        self.function(
-            q.data_ptr(),
-            q.stride(0),
-            keys,
-            values,
-            self.block_table.data_ptr(),
-            self.block_table.shape[1],
-            self.rows.data_ptr(),
-            self.positions.data_ptr(),
-            y.data_ptr(),
-            len(self.rows),
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            scale,
-            torch.get_num_threads(),
+        first, last = attention_arguments(
+            q, kv_cache, self.block_table, self.group_size, scale
         )
+        y = q.new_empty(len(self.rows), *q.shape[1:])
+        rows, positions = self.rows.data_ptr(), self.positions.data_ptr()
+        self.function(*first, rows, positions, y.data_ptr(), len(y), *last)
         return y
 
 
@@ -260,31 +250,20 @@ class CompiledPrefill:
 
         What stands in the place of a repeated query is not defined.
         """
-        _, _, block_size, num_kv_heads, head_dim = kv_cache.shape
-        num_heads = num_kv_heads * self.group_size
-        check_heads(q, kv_cache, num_heads)
-        keys, values = both_pools(kv_cache)
+        first, last = attention_arguments(
+            q, kv_cache, self.block_table, self.group_size, scale
+        )
         num_pieces, longest = self.shape
-        y = q.new_empty(num_pieces * longest, num_heads, head_dim)
+        y = q.new_empty(num_pieces * longest, *q.shape[1:])
         self.function(
-            q.data_ptr(),
-            q.stride(0),
-            keys,
-            values,
-            self.block_table.data_ptr(),
-            self.block_table.shape[1],
+            *first,
             self.starts.data_ptr(),
             self.lengths.data_ptr(),
             self.num_keys.data_ptr(),
             y.data_ptr(),
             num_pieces,
             longest,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            scale,
-            torch.get_num_threads(),
+            *last,
         )
         return y
 
