@@ -3,7 +3,7 @@
 //
 // Called through ctypes by minivllm/ops/cpu.py; every pointer is to memory of a tensor.
 // Sums are in float32, and what torch's operations round in between is rounded here.
-// Source: appendix A10, "Compiled operations".
+// Source: appendix A10, "Compiled operations"; appendix A12, "A sampler for a whole batch".
 
 #include <algorithm>
 #include <cmath>
@@ -701,3 +701,197 @@ extern "C" const char* why_no_tiles() { return "this processor has no AMX"; }
   }
 NAMED(float, float32)
 NAMED(bfloat16, bfloat16)
+
+// A token of a row: a better score goes first, and of equal scores the lower index.
+struct Token {
+  float score;
+  int64_t index;
+};
+
+static inline bool better(const Token& a, const Token& b) {
+  return a.score != b.score ? a.score > b.score : a.index < b.index;
+}
+
+// The shares of a row's tokens: probabilities, divided by that of the best. To find the
+// last token that is kept, the tokens are counted and weighed in buckets, by their
+// distance from the best score: only the one bucket in which it lies has to be sorted.
+struct Row {
+  static constexpr int BUCKETS = 1024, PER_UNIT = 16, PAGE = 256;
+  static constexpr int LAST = BUCKETS - 1;  // everything farther away
+  static constexpr float FAR = float(LAST) / PER_UNIT;
+  static constexpr float COLDEST = 0x1p-126f;  // what is colder would be 0 in float32
+
+  const float* scores;
+  int64_t size;
+  float top, temperature;
+  std::vector<float> shares;
+  std::vector<uint16_t> buckets;
+  std::vector<Token> tokens;  // of one bucket
+  int64_t counts[BUCKETS];
+  double masses[BUCKETS];
+
+  // What is farther from the best than FAR has, all together, less than 2^-53 of the
+  // probability, so no number falls on it. It is left out.
+  void fill(const float* from, int64_t num, float best, double warmth) {
+    scores = from, size = num, top = best;
+    temperature = warmth > COLDEST ? float(warmth) : COLDEST;
+    shares.resize(size);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+      float x = (from[i] - best) / temperature;
+      shares[i] = x <= -FAR ? 0.0f : exponential(x);
+    }
+  }
+
+  void weigh() {
+    buckets.resize(size);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+      float place = (top - scores[i]) / temperature * PER_UNIT;
+      buckets[i] = place < LAST ? uint16_t(int32_t(place)) : LAST;
+    }
+    // Two tokens that follow one another often share a bucket: with two sets of sums,
+    // neither has to wait for the other.
+    struct Sum {
+      double mass;
+      int64_t count;
+    } sums[2 * BUCKETS] = {};
+    const uint16_t* bucket = buckets.data();
+    const float* share = shares.data();
+    for (int64_t i = 0; i < size; i++) {
+      Sum& sum = sums[2 * bucket[i] + (i & 1)];
+      sum.mass += share[i];
+      sum.count++;
+    }
+    for (int b = 0; b < BUCKETS; b++) {
+      counts[b] = sums[2 * b].count + sums[2 * b + 1].count;
+      masses[b] = sums[2 * b].mass + sums[2 * b + 1].mass;
+    }
+  }
+
+  // Lists the tokens of a bucket.
+  void open(uint16_t wanted) {
+    tokens.clear();
+    const uint16_t* bucket = buckets.data();
+    for (int64_t start = 0; start < size; start += 64) {
+      int64_t end = std::min(size, start + 64);
+      int found = 0;
+#pragma omp simd reduction(| : found)
+      for (int64_t i = start; i < end; i++) found |= bucket[i] == wanted;
+      for (int64_t i = start; found && i < end; i++)
+        if (bucket[i] == wanted) tokens.push_back({scores[i], i});
+    }
+  }
+
+  // The token that comes as number `count`; adds up the shares up to it. The end of the
+  // row, if that is among those that are left out.
+  Token token_at(int64_t count, double* mass) {
+    int bucket = 0;
+    double before = 0;
+    while (bucket < LAST && count > counts[bucket]) {
+      count -= counts[bucket];
+      before += masses[bucket++];
+    }
+    if (bucket == LAST) return {-INFINITY, size};
+    open(bucket);
+    std::nth_element(tokens.begin(), tokens.begin() + count - 1, tokens.end(), better);
+    for (int64_t i = 0; i < count; i++) before += shares[tokens[i].index];
+    *mass = before;
+    return tokens[count - 1];
+  }
+
+  // The first token up to which the shares add up to a mass.
+  Token token_behind(double mass) {
+    int bucket = 0, last = LAST;
+    while (last > 0 && masses[last] == 0) last--;
+    while (bucket < last && masses[bucket] < mass) mass -= masses[bucket++];
+    open(bucket);
+    std::sort(tokens.begin(), tokens.end(), better);
+    size_t i = 0;
+    while (i + 1 < tokens.size() && shares[tokens[i].index] < mass)
+      mass -= shares[tokens[i++].index];
+    return tokens[i];
+  }
+
+  // Leaves out what min_p, top_k and top_p say.
+  void cut(float min_p, int64_t top_k, double top_p) {
+    if (min_p > 0) {
+#pragma omp simd
+      for (int64_t i = 0; i < size; i++)
+        shares[i] = shares[i] >= min_p ? shares[i] : 0.0f;
+    }
+    if (top_k >= size && top_p >= 1) return;
+    weigh();
+    double total = 0;
+    for (double mass : masses) total += mass;
+    Token last = {-INFINITY, size};
+    if (top_k < size) last = token_at(top_k, &total);
+    if (top_p < 1) {
+      Token first = token_behind(top_p * total);
+      if (better(first, last)) last = first;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+      bool is_tie = scores[i] == last.score && i <= last.index;
+      shares[i] = scores[i] > last.score || is_tie ? shares[i] : 0.0f;
+    }
+  }
+
+  // The token on whose stretch a number falls, if the shares are laid end to end.
+  int64_t draw(double number) {
+    int64_t pages = (size + PAGE - 1) / PAGE, page = 0;
+    std::vector<double> sums(pages);
+    double total = 0;
+    for (int64_t p = 0; p < pages; p++) {
+      total += sums[p] = sum(p);
+      if (sums[p] > 0) page = p;  // the last one with a token
+    }
+    double point = number * total, start = 0;
+    for (int64_t p = 0; p < page; p++) {
+      if (start + sums[p] > point) page = p;
+      else start += sums[p];
+    }
+    // Within the page, sums are in another order: the point moves along in proportion.
+    double length = 0, rest = (point - start) / sums[page];
+    int64_t end = std::min(size, (page + 1) * PAGE), token = page * PAGE;
+    for (int64_t i = page * PAGE; i < end; i++) length += shares[i];
+    double behind = 0;
+    for (int64_t i = page * PAGE; i < end; i++) {
+      if (shares[i] == 0) continue;
+      token = i;
+      behind += shares[i];
+      if (behind > rest * length) break;
+    }
+    return token;
+  }
+
+  double sum(int64_t page) {
+    int64_t end = std::min(size, (page + 1) * PAGE);
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = page * PAGE; i < end; i++) total += shares[i];
+    return total;
+  }
+};
+
+// Draws a token for some of the rows of logits; the first num_cut leave tokens out.
+extern "C" void draw_float32(const float* logits, int64_t stride, int64_t size,
+                             const float* largest, const int64_t* rows,
+                             int64_t num_rows, const double* temperatures,
+                             const double* uniforms, int64_t num_cut,
+                             const double* min_p, const int64_t* top_k,
+                             const double* top_p, int64_t* drawn, int threads) {
+#pragma omp parallel num_threads(threads) if (num_rows * size > WORTH_THREADS)
+  {
+    Row row;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < num_rows; i++) {
+      drawn[i] = 0;
+      float best = largest[rows[i]];
+      if (!std::isfinite(best)) continue;  // no numbers: any token
+      row.fill(logits + rows[i] * stride, size, best, temperatures[i]);
+      if (i < num_cut) row.cut(float(min_p[i]), top_k[i], top_p[i]);
+      drawn[i] = row.draw(uniforms[i]);
+    }
+  }
+}

@@ -9,7 +9,7 @@ steps of one engine. There is no thread of its own; a caller who waits makes the
 step for all, unless another caller is making it.
 
 In vLLM: vllm/entrypoints/llm.py (LLM).
-Source: appendix A7, "LLM".
+Source: appendix A7, "LLM"; appendix A14, "One prompt, many answers".
 """
 
 import difflib
@@ -24,9 +24,16 @@ from minivllm.engine.engine import LLMEngine
 from minivllm.engine.scheduler import Policy, find_policy
 from minivllm.engine.trace import TraceWriter, check_trace_path, describe_engine
 from minivllm.errors import ConfigError, MinivllmError, RequestError
+from minivllm.loading.hub import resolve_model
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.request import Request
-from minivllm.runners.build import CacheConfig, build_runner, check_integer
+from minivllm.runners.build import (
+    CacheConfig,
+    build_runner,
+    check_integer,
+    choose_backend,
+)
+from minivllm.sampling.defaults import read_sampling_defaults
 from minivllm.sampling.params import DEFAULT_MAX_TOKENS, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -113,6 +120,10 @@ class LLM:
         find_policy(policy)  # before the model is loaded
         if trace is not None:
             check_trace_path(trace)
+        sampling_defaults: dict[str, Any] = {}
+        if choose_backend(backend) != "fake":
+            folder = resolve_model(model, progress=True)
+            sampling_defaults = read_sampling_defaults(folder)
         runner, self.tokenizer = build_runner(
             model, backend=backend, dtype=dtype, device=device, cache=cache
         )
@@ -125,6 +136,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             policy=policy,
             seed=seed,
+            sampling_defaults=sampling_defaults,
         )
         self._trace: TraceWriter | None = None
         if trace is not None:
@@ -222,9 +234,10 @@ class LLM:
         """Continue one prompt, piece by piece.
 
         Returns:
-            An iterator over the pieces: new text and new token ids, and in the last
-            one the finish reason. The request starts when the first piece is asked
-            for; dropping the iterator aborts it.
+            An iterator over the pieces: new text, new token ids and their logprobs,
+            and in the last one the finish reason; the pieces of several continuations
+            come mixed, each with its index. The request starts when the first piece is
+            asked for; dropping the iterator aborts it.
 
         Raises:
             RequestError: At the call, for an impossible request.
@@ -325,15 +338,16 @@ class LLM:
     def _stream(
         self, requests: Sequence[Request], prompt: str | None
     ) -> Iterator[CompletionOutput]:
-        num_characters = num_tokens = 0
+        shown: dict[int, CompletionOutput] = {}  # by index, what was yielded so far
         for output in self._outputs(requests, [prompt]):
-            whole = output.outputs[0]
-            yield replace(
-                whole,
-                text=whole.text[num_characters:],
-                token_ids=whole.token_ids[num_tokens:],
-            )
-            num_characters, num_tokens = len(whole.text), len(whole.token_ids)
+            for whole in output.outputs:
+                before = shown.get(whole.index)
+                if before and before.finish_reason:
+                    continue
+                piece = piece_of(whole, before)
+                if piece.token_ids or piece.text or piece.finish_reason:
+                    shown[whole.index] = whole
+                    yield piece
 
     def _outputs(
         self, requests: Sequence[Request], prompts: Sequence[str | None]
@@ -452,3 +466,18 @@ def progress_bar(total: int, is_shown: bool) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(total=total, desc="requests", unit="request", disable=not is_shown)
+
+
+def piece_of(
+    whole: CompletionOutput, before: CompletionOutput | None
+) -> CompletionOutput:
+    """Return what an answer has more than it had before."""
+    if before is None:
+        return whole
+    num_tokens = len(before.token_ids)
+    return replace(
+        whole,
+        text=whole.text[len(before.text) :],
+        token_ids=whole.token_ids[num_tokens:],
+        logprobs=whole.logprobs and whole.logprobs[num_tokens:],
+    )

@@ -1,7 +1,7 @@
 """What a caller gets back: one `RequestOutput` per request.
 
 In vLLM: vllm/outputs.py (RequestOutput, CompletionOutput), vllm/v1/metrics/stats.py.
-Source: appendix A5, "Records".
+Source: appendix A5, "Records"; appendix A11, "Sampling parameters".
 """
 
 from dataclasses import dataclass
@@ -41,6 +41,23 @@ class RequestMetrics:
         return self.finished_time - self.arrival_time
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How probable a token was in its place, according to the model alone.
+
+    Attributes:
+        logprob: The logarithm of its probability, before any parameter changed it.
+        rank: 1 for the best token of the place; of equally good ones, the one with
+            the lower id is the better.
+        decoded_token: Its text, U+FFFD for an incomplete character; None without a
+            tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One continuation of a prompt.
@@ -50,16 +67,23 @@ class CompletionOutput:
         text: The text; of a part of the answer, the text that became certain with it.
         token_ids: The tokens, the one that stopped it included.
         finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
-        stop_reason: The token that stopped it, if it was not the model's own end.
+        stop_reason: The text or the token that stopped it; None for the model's own
+            end.
         error: What went wrong, if the reason is "error".
+        logprobs: For each token, by id, those that were asked for, the token itself
+            first; None if none were.
+        cumulative_logprob: The sum over the tokens; None without logprobs.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    stop_reason: int | None = None
+
+    stop_reason: int | str | None = None
     error: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +97,10 @@ class RequestOutput:
         outputs: The continuations.
         finished: Whether nothing more will come.
         num_cached_tokens: Prompt tokens whose keys and values were found in the cache.
-        metrics: When things happened.
+        metrics: When things happened; of several continuations, the first token of any
+            and the end of the last.
+        prompt_logprobs: As `logprobs` of a continuation, for the tokens of the prompt;
+            None for the first, which nothing predicts.
     """
 
     request_id: str
@@ -83,3 +110,5 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

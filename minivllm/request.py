@@ -11,13 +11,15 @@ up.
 
 In vLLM: vllm/v1/request.py (Request), vllm/v1/core/sched/output.py (SchedulerOutput),
 vllm/v1/outputs.py (ModelRunnerOutput).
-Source: appendix A5, "Records".
+Source: appendix A5, "Records"; appendix A11, "Sampling parameters"; appendix A14, "One
+    prompt, many answers".
 """
 
 import enum
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from minivllm.errors import RequestError
 from minivllm.sampling.params import SamplingParams
@@ -40,14 +42,24 @@ class RequestStatus(enum.Enum):
         return self.name.startswith("FINISHED")
 
 
-@dataclass(slots=True, eq=False)
+# Of one place of a text: token id -> its logprob and its rank, the token that was taken
+# first, then the best ones.
+TokenLogprobs = dict[int, tuple[float, int]]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
-    """A request and how far it has come.
+    """One continuation of a prompt, and how far it has come.
+
+    Several continuations of one prompt (n > 1) are requests of their own. The first is
+    their leader; the others, its followers, wait until it has computed the prompt, and
+    start from its blocks.
 
     Attributes:
         request_id: Its name, unique among the unfinished ones.
         token_ids: Prompt and output together.
         num_prompt_tokens: How many of them are the prompt.
+        sampling_params: Filled: no value but `max_tokens` is unset.
         max_tokens: Output tokens at most, known to fit the model.
         stop_token_ids: Those that end the text, the model's own included.
         seed: Of the random choices; a different one per request unless given.
@@ -57,6 +69,13 @@ class Request:
         cache_salt: Only requests with the same salt share blocks.
         num_cached_tokens: Of its prompt, found in the prefix cache at the start.
         error: What went wrong, if the status is FINISHED_ERROR.
+        bad_words: Sequences of tokens that the output must not have.
+        logits_processors: Functions of output ids and logits, for this request alone.
+        index: Its number among the continuations of its prompt.
+        leader: The first continuation, for the others.
+        followers: The other continuations, for the first.
+        logprobs: One entry per output token, if they were asked for.
+        prompt_logprobs: One entry per prompt token, None until it is computed.
     """
 
     request_id: str
@@ -78,6 +97,14 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logits_processors: tuple[Callable[[list[int], Any], Any], ...] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
+    prompt_logprobs: list[TokenLogprobs | None] | None = field(default=None, repr=False)
+
+    index: int = 0
+    leader: "Request | None" = field(default=None, repr=False)
+    followers: list["Request"] = field(default_factory=list, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -145,6 +172,9 @@ class SchedulerOutput:
         preempted: Requests that lost their blocks to let others go on.
         failed: Requests that can never go on, with status FINISHED_ERROR.
         num_prefix_hits: For each request admitted in this step, its cached tokens.
+        followers: For each request id that completes its prompt, the requests that
+            start from it: each gets its first token from the same scores.
+        block_copies: Pairs of a block and the one it is copied to, before all else.
     """
 
     requests: list[Request]
@@ -154,10 +184,28 @@ class SchedulerOutput:
     failed: list[Request] = field(default_factory=list)
     num_prefix_hits: dict[str, int] = field(default_factory=dict)
 
+    followers: dict[str, list[Request]] = field(default_factory=dict)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+
     @property
     def num_tokens(self) -> int:
         """Tokens in the flat batch."""
         return sum(self.num_scheduled_tokens.values())
+
+    def sampled(self) -> list[tuple[int, Request]]:
+        """Return the requests that get a token, each with the place of its scores.
+
+        Returns:
+            Pairs of an index into `requests` and a request: the one there, if the step
+            computes the last token it has, and then its followers.
+        """
+        pairs = []
+        for index, request in enumerate(self.requests):
+            num_new = self.num_scheduled_tokens[request.request_id]
+            if request.num_computed_tokens + num_new == request.num_tokens:
+                group = [request, *self.followers.get(request.request_id, ())]
+                pairs += [(index, member) for member in group]
+        return pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +217,14 @@ class ModelOutput:
             is still catching up.
         token_logits: For each request id, the scores of these tokens.
         errors: For each request id whose scores are unusable, what is wrong.
+        logprobs: For each request id that asks for them, one entry per new token.
+        prompt_logprobs: For each request id that asks for them, by place in the prompt,
+            the entries that the step has computed.
     """
 
     sampled_token_ids: dict[str, list[int]]
     token_logits: dict[str, list[float]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = field(default_factory=dict)

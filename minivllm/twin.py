@@ -7,11 +7,11 @@ choice of every token is compared with the recorded one, which then takes its pl
 Called by users and chapters.
 
 In vLLM: there is no twin; its tests compare with `transformers` instead.
-Source: appendix A8, "Traces".
+Source: appendix A8, "Traces"; appendix A14, "One prompt, many answers".
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from minivllm.reference.decoder import NumpyDecoder
 from minivllm.request import ModelOutput, Request, SchedulerOutput, check_token_ids
 from minivllm.runners.kv_cache import num_blocks_for
 from minivllm.runners.numpy_runner import NumpyRunner
-from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.defaults import read_sampling_defaults
+from minivllm.sampling.params import GUIDES, SamplingParams
+from minivllm.sampling.uniform import seed_of
 from minivllm.text.tokenizer import Tokenizer
 
 Record = Mapping[str, Any]
@@ -73,6 +75,8 @@ class TwinReport:
         largest_logit_difference: Between the recorded score of a recorded token and
             the twin's score of it; None if no scores were recorded.
         where: Request id and index of the token with that difference.
+        num_guided: Of the tokens, how many were chosen with a logits processor or a
+            grammar. The twin does not have these, and compares the scores alone.
     """
 
     num_requests: int
@@ -81,6 +85,7 @@ class TwinReport:
     first_difference: TokenDifference | None
     largest_logit_difference: float | None
     where: tuple[str, int] | None
+    num_guided: int = 0
 
     def __str__(self) -> str:
         lines = [f"{self.num_requests:,} requests, {self.num_tokens:,} tokens compared"]
@@ -93,6 +98,10 @@ class TwinReport:
                 f"{self.num_different:,} {differ}; the first: request "
                 f"{first.request_id!r}, token {first.index}: {first.recorded} "
                 f"recorded, {first.recomputed} recomputed, logit gap {first.gap:.3g}"
+            )
+        if self.num_guided:
+            lines.append(
+                f"{self.num_guided:,} were chosen with a logits processor: not compared"
             )
         if self.where is None:
             lines.append("no logits were recorded")
@@ -115,6 +124,9 @@ class Recorded:
     step: int = 0  # it arrived before this one
     priority: int = 0
     cache_salt: str | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    has_processors: bool = False  # functions chose with the model, and are not here
     token_ids: list[int] = field(default_factory=list)
     token_logits: list[float] = field(default_factory=list)  # empty: not recorded
 
@@ -123,16 +135,23 @@ class Recorded:
         """Tokens of the prompt and the answer."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
-    def as_request(self, name: str) -> Request:
-        """Return the request, to be answered with as many tokens as were recorded."""
+    def as_request(self, name: str, defaults: Mapping[str, Any]) -> Request:
+        """Return the request, to be answered with as many tokens as were recorded.
+
+        Args:
+            name: For the twin's engine.
+            defaults: What the model recommends for parameters that are unset.
+        """
         return Request(
             request_id=name,
             token_ids=list(self.prompt_token_ids),
             num_prompt_tokens=len(self.prompt_token_ids),
-            sampling_params=self.sampling_params,
+            sampling_params=replace(self.sampling_params.filled(defaults), n=1),
             max_tokens=len(self.token_ids),
+            stop_token_ids=self.stop_token_ids,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            bad_words=self.bad_words,
         )
 
 
@@ -149,12 +168,13 @@ def recorded_requests(records: Iterable[Record]) -> list[Recorded]:
             request = Recorded(
                 request_id=added["request_id"],
                 prompt_token_ids=added["prompt_token_ids"],
-                sampling_params=SamplingParams(
-                    temperature=added["temperature"], seed=added["seed"]
-                ),
+                sampling_params=SamplingParams(**added["sampling_params"]),
                 step=number,
                 priority=added["priority"],
                 cache_salt=added["cache_salt"],
+                stop_token_ids=frozenset(added["stop_token_ids"]),
+                bad_words=tuple(map(tuple, added["bad_words"])),
+                has_processors=added["num_logits_processors"] > 0,
             )
             requests.append(request)
             unfinished[request.request_id] = request
@@ -194,20 +214,26 @@ def answered_requests(
         )
     requests = []
     for output, params in zip(outputs, sampling_params, strict=True):
-        if params.temperature > 0 and params.seed is None:
+        temperature = params.filled({}).temperature
+        if temperature > 0 and params.seed is None:
             raise RequestError(
                 f"request {output.request_id!r} was sampled at temperature "
-                f"{params.temperature}, with a seed that only the engine knows: give a "
+                f"{temperature}, with a seed that only the engine knows: give a "
                 "seed in sampling_params, or replay a trace"
             )
-        requests.append(
-            Recorded(
-                request_id=output.request_id,
-                prompt_token_ids=output.prompt_token_ids,
-                sampling_params=params,
-                token_ids=output.outputs[0].token_ids,
+        guides = (*params.bad_words, *params.logits_processors)
+        has_guide = any(getattr(params, name) is not None for name in GUIDES)
+        for answer in output.outputs:
+            seed = None if params.seed is None else seed_of(params.seed, answer.index)
+            requests.append(
+                Recorded(
+                    request_id=output.request_id,
+                    prompt_token_ids=output.prompt_token_ids,
+                    sampling_params=replace(params, seed=seed),
+                    has_processors=bool(guides) or has_guide,
+                    token_ids=answer.token_ids,
+                )
             )
-        )
     return requests
 
 
@@ -241,6 +267,8 @@ class TeacherForcedRunner(NumpyRunner):
                 token_ids[:] = [self._compare(request, token_ids[0], row)]
         return output
 
+    num_guided = 0  # tokens that a logits processor had a say in
+
     def _compare(self, request: Request, token_id: int, row: int) -> int:
         """Note how a token and its score differ, and return the recorded one."""
         recorded = self.recorded[request.request_id]
@@ -248,7 +276,9 @@ class TeacherForcedRunner(NumpyRunner):
         wanted = recorded.token_ids[index]
         logit = float(self.logits[row, wanted])
         self.num_tokens += 1
-        if token_id != wanted:
+        if recorded.has_processors:
+            self.num_guided += 1
+        elif token_id != wanted:
             self.differences.append(
                 TokenDifference(
                     request_id=recorded.request_id,
@@ -323,7 +353,7 @@ def replay(
             "the recording has no answer of at least 1 token, so there is nothing to "
             "compare: record while the engine generates"
         )
-    decoder, vocab_size = load_twin(model, header)
+    decoder, vocab_size, defaults = load_twin(model, header)
     for request in requests:
         check_token_ids([*request.prompt_token_ids, *request.token_ids], vocab_size)
     recorded = {str(number): request for number, request in enumerate(requests)}
@@ -341,7 +371,7 @@ def replay(
     )
     if settings["policy"] not in POLICIES:
         settings["policy"] = DEFAULTS["policy"]  # the recording had one of its own
-    run_again(LLMEngine(runner, **settings), recorded)
+    run_again(LLMEngine(runner, **settings, sampling_defaults=defaults), recorded)
     return TwinReport(
         num_requests=len(requests),
         num_tokens=runner.num_tokens,
@@ -349,16 +379,18 @@ def replay(
         first_difference=runner.differences[0] if runner.differences else None,
         largest_logit_difference=runner.largest if runner.where else None,
         where=runner.where,
+        num_guided=runner.num_guided,
     )
 
 
 def load_twin(
     model: str | Path | NumpyDecoder | None, header: Mapping[str, Any]
-) -> tuple[NumpyDecoder, int]:
+) -> tuple[NumpyDecoder, int, dict[str, Any]]:
     """Load the model in float32.
 
     Returns:
-        The decoder, and how many token ids may be chosen.
+        The decoder, how many token ids may be chosen, and what the model recommends
+        for sampling parameters that are unset.
     """
     model = header.get("model") if model is None else model
     if model is None:
@@ -367,10 +399,12 @@ def load_twin(
             "was recorded with"
         )
     vocab_size = header.get("vocab_size")
+    defaults: dict[str, Any] = {}
     if isinstance(model, str | Path):
         folder = resolve_model(model, progress=True)
         decoder = load_model(folder, backend="numpy")
         vocab_size = vocab_size or Tokenizer.from_dir(folder).vocab_size
+        defaults = read_sampling_defaults(folder)
     elif isinstance(model, NumpyDecoder):
         decoder = model
     else:
@@ -384,7 +418,7 @@ def load_twin(
             f"the recording chose among {vocab_size:,} tokens, but this model scores "
             f"{known:,}: give the model that it was recorded with"
         )
-    return decoder, vocab_size or known
+    return decoder, vocab_size or known, defaults
 
 
 def count_blocks(
@@ -412,7 +446,7 @@ def run_again(engine: LLMEngine, recorded: Mapping[str, Recorded]) -> None:
     while to_come or engine.has_unfinished_requests():
         while to_come and to_come[0][1].step <= number:
             name, request = to_come.pop(0)
-            engine.submit(request.as_request(name))
+            engine.submit(request.as_request(name, engine.sampling_defaults))
         number += 1
         for output in engine.step():
             answer = output.outputs[0]

@@ -27,6 +27,11 @@ def assert_books_balance(manager: BlockManager) -> None:
     for block_id in manager.promised:
         assert manager.ref_cnt[block_id] >= 1, "nobody computes what was promised"
     assert manager.keys.keys() == manager.block_ids.keys()
+    last_blocks = {ids[-1] for ids in manager.block_ids.values() if ids}
+    assert manager.half_full <= last_blocks, "a forked block is not where it ends"
+    assert not manager.half_full & manager.key_of.keys(), "half a block is cached"
+    for request_id, (_, copy) in manager.copies.items():
+        assert copy in manager.block_ids[request_id], "a copy that nobody reads"
     for request_id, keys in manager.keys.items():
         assert len(keys) <= len(manager.block_ids[request_id])
         parent = None
@@ -41,6 +46,7 @@ def assert_queues_are_right(scheduler: Scheduler) -> None:
     manager = scheduler.block_manager
     assert_books_balance(manager)
     assert not manager.promised, "a promise outlived its step"
+    assert not manager.copies, "a copy outlived its step"
     queued = [*scheduler.waiting, *scheduler.running]
     assert len(queued) == len({request.request_id for request in queued})
     assert len(scheduler.running) <= scheduler.max_num_seqs
@@ -70,7 +76,7 @@ def make_request(
         request_id=request_id,
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
-        sampling_params=SamplingParams(),
+        sampling_params=SamplingParams().filled({}),
         max_tokens=max_tokens,
         arrival=ord(request_id[0]) if arrival is None else arrival,
         **options,
@@ -103,19 +109,20 @@ def take_step(scheduler: Scheduler, now: float = 0.0) -> SchedulerOutput:
     plan = scheduler.schedule(now)
     assert_books_balance(scheduler.block_manager)
     sampled = {
-        request.request_id: [request.num_tokens]
-        for request in plan.requests
-        if request.num_computed_tokens + plan.num_scheduled_tokens[request.request_id]
-        == request.num_tokens
+        request.request_id: [request.num_tokens] for _, request in plan.sampled()
     }
     scheduler.update(plan, ModelOutput(sampled_token_ids=sampled))
     assert_queues_are_right(scheduler)
     return plan
 
 
-def next_token(text: Sequence[int], vocab_size: int) -> int:
-    """Return the token that follows a text: any change of the text changes it."""
-    return hash(tuple(text)) % vocab_size  # the hash of integers is always the same
+def next_token(text: Sequence[int], vocab_size: int, index: int = 0) -> int:
+    """Return the token that follows a text: any change of the text changes it.
+
+    Continuations of the same prompt go different ways by their index.
+    """
+    # The hash of integers is always the same.
+    return hash((*text, index) if index else tuple(text)) % vocab_size
 
 
 def continuation(
@@ -123,11 +130,12 @@ def continuation(
     max_tokens: int,
     stop_token_ids: Iterable[int] = (),
     vocab_size: int = 50,
+    index: int = 0,
 ) -> list[int]:
     """Return the answer that `LedgerRunner` gives to a request that is alone."""
     text = list(prompt)
     while len(text) < len(prompt) + max_tokens:
-        text.append(next_token(text, vocab_size))
+        text.append(next_token(text, vocab_size, index))
         if text[-1] in stop_token_ids:
             break
     return text[len(prompt) :]
@@ -148,6 +156,7 @@ class LedgerRunner(FakeRunner):
         self.error_after = 0.0  # ... after this share of its tokens
         self.plan: SchedulerOutput | None = None
         self.num_read = 0
+        self.num_copies = 0
 
     def _slot(self, block_ids: Sequence[int], position: int) -> int:
         block_id = block_ids[position // self.block_size]
@@ -158,6 +167,7 @@ class LedgerRunner(FakeRunner):
         """Write all tokens of the step, then read all that each request attends to."""
         self.plan = step
         self.clock_s += self.cost(step)
+        self._copy_blocks(step.block_copies)
         assert len(step.requests) == len({id(request) for request in step.requests})
         writes = []
         for request in step.requests:
@@ -175,17 +185,32 @@ class LedgerRunner(FakeRunner):
             self.slots.update(writes[: round(self.error_after * len(writes))])
             raise error
         self.slots.update(writes)
-        sampled = {}
-        for request in step.requests:
-            num_new = step.num_scheduled_tokens[request.request_id]
-            text = self._read(
+        texts = [
+            self._read(
                 request,
                 step.block_ids[request.request_id],
-                request.num_computed_tokens + num_new,
+                request.num_computed_tokens
+                + step.num_scheduled_tokens[request.request_id],
             )
-            if len(text) == request.num_tokens:
-                sampled[request.request_id] = [next_token(text, self.vocab_size)]
+            for request in step.requests
+        ]
+        sampled = {}
+        for place, request in step.sampled():
+            token_id = next_token(texts[place], self.vocab_size, request.index)
+            sampled[request.request_id] = [token_id]
         return ModelOutput(sampled_token_ids=sampled)
+
+    def _copy_blocks(self, block_copies: Sequence[tuple[int, int]]) -> None:
+        old = dict(self.slots)
+        copies = [copy for _, copy in block_copies]
+        assert len(copies) == len(set(copies)), "two blocks are copied to one"
+        for block_id, copy in block_copies:
+            for offset in range(self.block_size):
+                slot = block_id * self.block_size + offset
+                target = copy * self.block_size + offset
+                if slot in old:
+                    self.slots[target] = old[slot]
+        self.num_copies += len(copies)
 
     def _read(
         self, request: Request, block_ids: Sequence[int], num_tokens: int

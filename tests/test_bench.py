@@ -10,7 +10,7 @@ from benchmarks import table as table_script
 from benchmarks.peers.compare_tokens import num_equal
 from benchmarks.peers.run_llamacpp import count_equal
 from benchmarks.peers.run_side_by_side import JOBS
-from minivllm.benchmarks import machine, measure, report
+from minivllm.benchmarks import machine, measure, report, sampler
 from minivllm.benchmarks.ladder import cached, climb, time_rung
 from minivllm.benchmarks.machine import Limits, measure_limits, weight_bytes
 from minivllm.benchmarks.measure import (
@@ -399,3 +399,65 @@ def test_every_job_of_the_comparison_has_its_runner():
     for _, command in JOBS.values():
         name = f"benchmarks.peers.{command.split()[0]}"
         assert importlib.util.find_spec(name)
+
+
+# What sampling costs.
+
+
+@pytest.fixture(scope="module")
+def sampler_times(tmp_path_factory):
+    config = CONFIG | {"vocab_size": 257, "max_position_embeddings": 256}
+    folder = write(tmp_path_factory.mktemp("m"), make_tensors(config), config)
+    write_byte_tokenizer(folder, None)
+    runner, _ = build_runner(folder, backend="torch", device="cpu")
+    engine = LLMEngine(runner, max_num_seqs=sampler.NUM_ROWS)
+    return engine, *sampler.measure_sampler(engine, 1)
+
+
+def test_every_set_of_parameters_is_measured_and_those_of_transformers(sampler_times):
+    _, step_s, times = sampler_times
+    assert step_s > 0 and all(row.median_s > 0 for row in times)
+    assert [row.name for row in times] == [sampler.MIXED, *sampler.SAME_FOR_ALL]
+    assert times[0].other_s is None, "it has one set of parameters for a batch"
+    assert all(row.other_s > 0 for row in times[1:])
+    assert times[1].as_json()["params"] == "greedy"
+
+
+def test_the_table_shows_shares_of_a_step():
+    rows = [
+        sampler.SamplerTime("greedy", 0.002, 0.004),
+        sampler.SamplerTime("mixed", 0.01),
+    ]
+    lines = sampler.sampler_table(0.1, rows).splitlines()
+    assert "64 rows; a decode step at temperature 0 takes 100.0 ms" in lines[0]
+    assert lines[2].split() == ["greedy", "2.0", "2.0%", "4.0"]
+    assert lines[3].split() == ["mixed", "10.0", "10.0%", "-"]
+
+
+def test_what_is_measured_is_what_the_engine_does(sampler_times):
+    engine, _, _ = sampler_times
+    step = sampler.DecodeStep(LLMEngine(engine.runner, max_num_seqs=3), num_rows=3)
+    logits = step.logits()
+    assert logits.shape == (3, 257)
+    params = [sampler.mixed_params(number) for number in range(3)]
+    requests = step.asking(params)
+    assert [r.num_output_tokens for r in requests] == [100] * 3
+    calls = []
+    original = engine.runner._sample
+    engine.runner._sample = lambda *args: calls.append(args) or original(*args)
+    try:
+        sampler.time_ours(engine.runner, logits, requests, 2)
+    finally:
+        del engine.runner._sample
+    assert len(calls) == 3, "one that does not count, and two"
+    assert calls[0][0] is logits and calls[0][1] is requests
+
+
+def test_a_mixed_batch_has_all_kinds_of_parameters():
+    kinds = {
+        name for number in range(8) for name in sampler.mixed_params(number).given()
+    }
+    assert kinds >= {
+        *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "logit_bias"),
+        *("repetition_penalty", "presence_penalty", "min_tokens"),
+    }

@@ -157,6 +157,39 @@ def test_a_seed_repeats_a_random_answer(capsys, parrot):
     assert sample("1") == sample("1") != sample("2")
 
 
+def test_sampling_parameters_can_be_given(capsys, parrot):
+    def sample(*options: str) -> str:
+        options = ("--temperature", "50", "--seed", "1", "--max-tokens", "12", *options)
+        return ask(capsys, parrot, *options, "Why?")[1]
+
+    free = sample()
+    for option in ("--top-k", "1"), ("--min-p", "1"), ("--top-p", "1e-9"):
+        assert sample(*option) == ask(capsys, parrot, "--max-tokens", "12", "Why?")[1]
+    assert sample("--frequency-penalty", "2", "--top-p", "0.9") != free
+
+
+def test_a_stop_text_ends_the_answer(capsys, parrot):
+    whole = ask(capsys, parrot, "--raw", "ab")[1]
+    assert len(whole) > 3
+    code, out, err = ask(
+        capsys, parrot, "--stop", "@", "--stop", whole[2], "--raw", "ab"
+    )
+    assert (code, out) == (0, whole[:2] + "\n") and "finish reason: stop" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--top-p", "0", "top_p is 0.0, but must be a number above 0, up to 1 (off)"),
+        ("--top-k", "-2", "top_k is -2, but must be an integer of at least 1"),
+        ("--stop", "", "stop is ('',), but must be a text or a list of texts"),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused(capsys, parrot, option, value, message):
+    code, out, err = ask(capsys, parrot, f"{option}={value}", "Why?")
+    assert (code, out) == (1, "") and message in err
+
+
 def test_a_dash_reads_the_prompt_from_stdin(capsys, parrot, monkeypatch):
     def given(data: bytes) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))

@@ -159,7 +159,11 @@ def test_a_model_with_a_short_context_is_refused_with_its_numbers(capsys, tmp_pa
         (["--figure", "x.gif"], "'x.gif' must end in .svg, .png, .pdf"),
         (["--json", "nowhere/x.jsonl"], "is no file in an existing folder"),
         (["--json", "."], "is no file in an existing folder"),
-        (["ladder", "--backend", "fake"], "the ladder needs a model"),
+        (["sampler", "--backend", "numpy"], "sampler needs --backend torch, not numpy"),
+        (
+            ["ladder", "--backend", "fake"],
+            "ladder needs --backend torch or numpy, not fake",
+        ),
         (["--backend", "numpy", "--dtype", "float16"], "float32 only, not float16"),
     ],
 )

@@ -43,6 +43,12 @@ def up_to(max_tokens, **options):
     return SamplingParams(max_tokens=max_tokens, **options)
 
 
+def ids_of(output):
+    """Return the names that the continuations of a request have in the scheduler."""
+    name = output.request_id
+    return [f"{name}#{a.index}" if a.index else name for a in output.outputs]
+
+
 def tokens_of(output):
     return output.outputs[0].token_ids
 
@@ -580,6 +586,7 @@ class EngineMachine(RuleBasedStateMachine):
     num_steps = 0
     num_preemptions = 0
     num_cached = 0
+    num_copies = 0
     reasons: dict[str, int] = {}  # noqa: RUF012
 
     @initialize(
@@ -601,10 +608,10 @@ class EngineMachine(RuleBasedStateMachine):
             policy=policy,
             enable_prefix_caching=caching,
         )
-        self.requests = {}  # name: (prompt, max_tokens, stop ids)
-        self.said = {}  # name: tokens so far
-        self.ended = {}  # name: finish reason
-        self.may_fail = set()
+        self.requests = {}  # name: (prompt, max_tokens, stop ids, n)
+        self.said = {}  # name: tokens so far of each continuation
+        self.ended = {}  # name: finish reasons
+        self.may_fail = set()  # request ids of continuations
 
     @rule(
         beginning=st.integers(0, 8),
@@ -615,10 +622,11 @@ class EngineMachine(RuleBasedStateMachine):
         stop=st.sets(st.integers(0, 49), max_size=6),
         priority=st.integers(0, 2),
         count=st.integers(1, 3),
+        n=st.sampled_from([1, 1, 2, 3]),
     )
-    def add(self, beginning, family, tail, max_tokens, salt, stop, priority, count):
+    def add(self, beginning, family, tail, max_tokens, salt, stop, priority, count, n):
         prompt = [family, *range(10, 10 + beginning), *tail]
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=sorted(stop))
+        params = SamplingParams(n=n, max_tokens=max_tokens, stop_token_ids=sorted(stop))
         for _ in range(count):
             name = str(len(self.requests))
             try:
@@ -628,8 +636,8 @@ class EngineMachine(RuleBasedStateMachine):
             except RequestError:
                 assert len(prompt) > self.capacity
                 return
-            self.requests[name] = (prompt, max_tokens, stop)
-            self.said[name] = []
+            self.requests[name] = (prompt, max_tokens, stop, n)
+            self.said[name] = [[]] * n
 
     @rule(choice=st.integers(0, 999))
     def abort(self, choice):
@@ -638,7 +646,8 @@ class EngineMachine(RuleBasedStateMachine):
         is_unfinished = name in self.requests and name not in self.ended
         assert (output is not None) == is_unfinished
         if output is not None:
-            assert tokens_of(output) == self.said[name], "an abort says nothing new"
+            said = [answer.token_ids for answer in output.outputs]
+            assert said == self.said[name], "an abort says nothing new"
             self.check_end(output)
         self.check_engine()
 
@@ -664,7 +673,15 @@ class EngineMachine(RuleBasedStateMachine):
             outputs = []
         if runner.plan is not None and kind is RuntimeError:
             broken = {request.request_id for request in runner.plan.requests}
-            assert broken <= {o.request_id for o in outputs if o.finished}
+            failed = {
+                request_id
+                for output in outputs
+                for request_id, answer in zip(
+                    ids_of(output), output.outputs, strict=True
+                )
+                if answer.finish_reason == "error"
+            }
+            assert broken <= failed
             self.may_fail |= broken
         runner.error = None
         self.take_outputs(outputs)
@@ -679,31 +696,40 @@ class EngineMachine(RuleBasedStateMachine):
         names = [output.request_id for output in outputs]
         assert len(names) == len(set(names)), "two outputs of one request in a step"
         for output in outputs:
-            name, tokens = output.request_id, tokens_of(output)
-            assert tokens[: len(self.said[name])] == self.said[name]
-            assert len(tokens) - len(self.said[name]) in (0, 1)
-            assert output.finished or len(tokens) > len(self.said[name])
-            self.said[name] = tokens
+            name = output.request_id
+            said = [answer.token_ids for answer in output.outputs]
+            pairs = list(zip(said, self.said[name], strict=True))
+            assert all(new[: len(old)] == old for new, old in pairs)
+            assert {len(new) - len(old) for new, old in pairs} <= {0, 1}
+            has_ended = any(answer.finish_reason for answer in output.outputs)
+            assert has_ended or said != self.said[name]
+            self.said[name] = said
             if output.finished:
                 self.check_end(output)
 
     def check_end(self, output):
-        name, answer = output.request_id, output.outputs[0]
+        name = output.request_id
         assert name not in self.ended, "a request ended twice"
-        self.ended[name] = answer.finish_reason
-        prompt, max_tokens, stop = self.requests[name]
-        whole = continuation(prompt, max_tokens, stop)
+        self.ended[name] = [answer.finish_reason for answer in output.outputs]
+        n = self.requests[name][3]
+        assert [answer.index for answer in output.outputs] == list(range(n))
+        for request_id, answer in zip(ids_of(output), output.outputs, strict=True):
+            self.check_answer(name, request_id, answer)
+        EngineMachine.num_preemptions += output.metrics.num_preemptions
+        EngineMachine.num_cached += output.num_cached_tokens
+
+    def check_answer(self, name, request_id, answer):
+        prompt, max_tokens, stop, _ = self.requests[name]
+        whole = continuation(prompt, max_tokens, stop, index=answer.index)
         assert answer.token_ids == whole[: len(answer.token_ids)]
         num_tokens = len(prompt) + len(answer.token_ids)
         if answer.finish_reason in ("stop", "length"):
             assert answer.token_ids == whole
             assert (answer.finish_reason == "stop") == (whole[-1] in stop)
         elif answer.finish_reason == "error":
-            assert name in self.may_fail or num_tokens > self.capacity
+            assert request_id in self.may_fail or num_tokens > self.capacity
         else:
             assert answer.finish_reason == "abort"
-        EngineMachine.num_preemptions += output.metrics.num_preemptions
-        EngineMachine.num_cached += output.num_cached_tokens
         reasons = EngineMachine.reasons
         reasons[answer.finish_reason] = reasons.get(answer.finish_reason, 0) + 1
 
@@ -711,14 +737,17 @@ class EngineMachine(RuleBasedStateMachine):
         EngineMachine.num_steps += 1
         scheduler = self.engine.scheduler
         assert_queues_are_right(scheduler)
-        queued = {r.request_id for r in (*scheduler.waiting, *scheduler.running)}
+        queued = {
+            (r.leader or r).request_id for r in (*scheduler.waiting, *scheduler.running)
+        }
         unfinished = self.requests.keys() - self.ended.keys()
         untold = {
-            request.request_id
+            (request.leader or request).request_id
             for request in self.engine._untold
-            if request.status.is_finished and request.request_id in self.engine._states
+            if request.status.is_finished
         }
-        assert queued | untold == unfinished and not queued & untold
+        assert queued <= unfinished
+        assert unfinished <= queued | untold
         assert self.engine.has_unfinished_requests() == bool(unfinished)
 
     def teardown(self):
@@ -729,6 +758,7 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.take_outputs(self.engine.step())
             self.check_engine()
+        EngineMachine.num_copies += self.engine.runner.num_copies
         assert self.ended.keys() == self.requests.keys()
         assert_all_free(self.engine)
 
@@ -752,6 +782,7 @@ def test_every_request_ends_once_and_as_if_alone_whatever_happens(caplog):
     assert EngineMachine.num_steps > 1000
     assert EngineMachine.num_preemptions > 50
     assert EngineMachine.num_cached > 500
+    assert EngineMachine.num_copies > 50
     assert EngineMachine.reasons.keys() == {"stop", "length", "abort", "error"}
     assert EngineMachine.reasons["abort"] > 20
 

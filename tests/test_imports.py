@@ -20,27 +20,29 @@ LAYERS = {
     "json_files": {"errors"},
     "text": {"errors", "json_files"},
     "ops": {"errors", "config", "__init__"},
-    "models": {"errors", "ops"},
-    "reference": {"errors", "models"},
-    "generation": {"errors", "models"},
-    "loading": {"errors", "config", "json_files", "models", "reference"},
-    "sampling": {"errors"},
+    "sampling": {"errors", "json_files", "text", "ops"},
     "request": {"errors", "sampling"},
     "outputs": set(),
+    "models": {"errors", "ops"},
+    "reference": {"errors", "models", "sampling", "request"},
+    "generation": {"errors", "models"},
+    "loading": {"errors", "config", "json_files", "models", "reference"},
     "runners": {
         *("errors", "text", "ops", "models", "reference", "loading", "sampling"),
         "request",
     },
     "engine": {"errors", "text", "sampling", "request", "outputs", "runners"},
     "llm": {
-        *("errors", "config", "sampling", "request", "outputs", "runners", "engine"),
+        *("errors", "config", "loading", "sampling", "request", "outputs"),
+        *("runners", "engine"),
     },
     "twin": {
         *("errors", "text", "reference", "loading", "sampling", "request", "outputs"),
         *("runners", "engine"),
     },
     "benchmarks": {
-        *("errors", "models", "generation", "sampling", "outputs", "engine"),
+        *("errors", "models", "generation", "sampling", "request", "outputs"),
+        *("runners", "engine"),
     },
     "viewer": {"errors"},
     "cli": {
@@ -53,16 +55,19 @@ LAYERS = {
 # Only these modules may import torch, at the top or lazily.
 TORCH_MODULES = {
     "benchmarks/machine.py",
+    "benchmarks/sampler.py",
     "loading/loader.py",
     "models/decoder.py",
     "models/layers.py",
     "models/merged.py",
     "ops/compiler.py",
     "ops/cpu.py",
+    "ops/draw.py",
     "ops/linear.py",
     "ops/paged_attention.py",
     "ops/reference.py",
     "runners/torch_runner.py",
+    "sampling/logprobs.py",
     "sampling/sampler.py",
 }
 # The bookkeeping: ids, counts and times, with no array library in sight.
@@ -154,14 +159,18 @@ print(outputs[0].outputs[0].token_ids, *sys.modules)
     assert not {name.split(".")[0] for name in loaded.split()} & ARRAY_LIBRARIES
 
 
-@pytest.mark.parametrize("foreign", ["transformers", "bookkit"])
-def test_what_only_tests_and_book_use_is_never_imported(foreign):
+@pytest.mark.parametrize(
+    # A benchmark compares with it, where it happens to be installed.
+    ("foreign", "allowed"),
+    [("transformers", ["benchmarks/sampler.py"]), ("bookkit", [])],
+)
+def test_what_only_tests_and_book_use_is_never_imported(foreign, allowed):
     users = [
         module
         for module in modules()
         if any(n.split(".")[0] == foreign for n in imports_of(PACKAGE / module))
     ]
-    assert users == []
+    assert users == allowed
 
 
 def python(script: str) -> subprocess.CompletedProcess:

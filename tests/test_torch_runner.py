@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def make_request(request_id, token_ids, max_tokens=NUM_NEW, temperature=0.0, see
         request_id=str(request_id),
         token_ids=list(token_ids),
         num_prompt_tokens=len(token_ids),
-        sampling_params=SamplingParams(temperature=temperature),
+        sampling_params=SamplingParams(temperature=temperature).filled({}),
         max_tokens=max_tokens,
         seed=seed,
         arrival=int(request_id),
@@ -242,10 +243,20 @@ def test_one_step_on_cuda_mixes_no_devices(temperature):
         for i, n in enumerate((9, 30, 5))
     )
     decode.num_computed_tokens, chunk.num_computed_tokens = 8, 10
+    decode.sampling_params = SamplingParams(
+        temperature=temperature, top_k=5, top_p=0.9, min_p=0.01, logprobs=3,
+        frequency_penalty=0.5, logit_bias={3: 1.0}, allowed_token_ids=range(9),
+    ).filled({})  # fmt: skip
+    chunk.prompt_logprobs = [None] * 30
+    chunk.sampling_params = replace(chunk.sampling_params, prompt_logprobs=1)
+    follower = replace(fresh, request_id="2#1", index=1, leader=fresh)
+    follower.sampling_params = replace(decode.sampling_params, logprobs=0)
     step = SchedulerOutput(
         requests=[decode, chunk, fresh],
         num_scheduled_tokens={"0": 1, "1": 20, "2": 5},
         block_ids={"0": [0, 1, 2], "1": list(range(3, 11)), "2": [11, 12]},
+        followers={"2": [follower]},
+        block_copies=[(13, 2)],
     )
     with FakeTensorMode():
         decoder = Decoder(SPEC)
@@ -256,6 +267,9 @@ def test_one_step_on_cuda_mixes_no_devices(temperature):
             decoder, num_blocks=16, block_size=BLOCK_SIZE, max_model_len=64
         )
         assert {c.backend.name for c in runner.choices.values()} == {"torch"}
-        requests, results = runner.launch(step)
-    assert requests == [decode, chunk, fresh]
-    assert (results.device.type, results.shape) == ("cuda", (3, 3))
+        launched = runner.launch(step)
+    assert launched.requests == [decode, chunk, fresh, follower]
+    results = [launched.results, *launched.answer_logprobs, *launched.prompts[0][1]]
+    assert {result.device.type for result in results} == {"cuda"}
+    assert [tuple(result.shape) for result in results[:2]] == [(4, 4), (2, 4)]
+    assert tuple(launched.prompts[0][1][0].shape) == (19, 2)

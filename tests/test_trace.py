@@ -75,7 +75,7 @@ def test_a_trace_has_a_header_and_every_record(tmp_path):
     records = record_of(engine)
     header, read = read_trace(tmp_path / "t.jsonl")
     assert header == {
-        "minivllm_trace": 1,
+        "minivllm_trace": 2,
         "model": "some model",
         "backend": "fake",
         "dtype": None,
@@ -146,8 +146,8 @@ def test_another_file_is_no_trace(tmp_path, content: bytes):
 
 def test_a_trace_of_another_version_is_refused(tmp_path):
     path = write_busy_day(tmp_path / "t.jsonl")
-    path.write_bytes(path.read_bytes().replace(b'trace":1', b'trace":2', 1))
-    with pytest.raises(ConfigError, match=r"has version 2 .* reads version 1"):
+    path.write_bytes(path.read_bytes().replace(b'trace":2', b'trace":3', 1))
+    with pytest.raises(ConfigError, match=r"has version 3 .* reads version 2"):
         read_trace(path)
 
 

@@ -1,5 +1,6 @@
 """The digital twin: it agrees with itself, and finds every kind of difference."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -160,7 +161,9 @@ def test_a_sampled_token_is_compared_too(decoder, trace):
     for step in records:
         for request in step["added"]:
             if request["request_id"] == "B":
-                request["seed"] += 1  # as if the recording had drawn other numbers
+                request["sampling_params"]["seed"] += (
+                    1  # as if the recording had drawn other numbers
+                )
     report = replay((header, records), decoder)
     assert report.num_different > 3
     assert report.first_difference.request_id == "B"
@@ -218,6 +221,73 @@ def test_outputs_are_compared_by_their_tokens(decoder, tmp_path):
     # The trace of the same run names its model.
     assert replay(tmp_path / "t.jsonl").num_tokens == report.num_tokens
     assert replay(str(tmp_path / "t.jsonl")).largest_logit_difference == 0.0
+
+
+BUSY = SamplingParams(
+    n=3, temperature=20.0, top_k=15, top_p=0.95, min_p=1e-4, repetition_penalty=1.3,
+    frequency_penalty=0.4, presence_penalty=-0.2, logit_bias={3: 2.0, 4: -100},
+    allowed_token_ids=range(18), min_tokens=3, stop_token_ids=[7], max_tokens=9,
+)  # fmt: skip
+
+
+def test_every_parameter_and_every_answer_is_computed_again(decoder):
+    engine = make_engine(decoder)
+    records = []
+    engine.listeners.append(records.append)
+    engine.add_request("unseeded", [1, 2, 3, 4, 5], BUSY)
+    engine.add_request("seeded", [1, 2, 3, 4, 6], replace(BUSY, seed=5))
+    while engine.has_unfinished_requests():
+        engine.step()
+    header = describe_engine(engine)
+    report = replay((header, json.loads(json.dumps(records))), decoder)
+    assert report.num_requests == 6 and report.num_tokens > 20
+    assert report.num_different == report.num_guided == 0
+    assert report.largest_logit_difference < 1e-4
+    for name, value in (("top_k", 2), ("logit_bias", {"5": 50}), ("min_tokens", 9)):
+        other = deepcopy(records)
+        for request in other[0]["added"]:
+            request["sampling_params"][name] = value
+        assert replay((header, other), decoder).num_different > 0, name
+
+
+def test_answers_of_one_prompt_are_compared_one_by_one(decoder, tmp_path):
+    folder = write_parrot(tmp_path)
+    params = SamplingParams(n=3, temperature=50.0, seed=3, max_tokens=6, top_p=0.99)
+    with LLM(folder, backend="numpy") as llm:
+        outputs = llm.generate([[*b"x"], [*b"hello:"]], params)
+    report = replay(outputs, folder, sampling_params=params)
+    assert report.num_requests == 6 and report.num_different == 0
+    other = replay(outputs, folder, sampling_params=replace(params, seed=4))
+    assert other.num_different > 0
+
+
+def test_recommendations_of_the_model_are_filled_in_again(decoder, tmp_path):
+    folder = write_parrot(tmp_path)
+    config = {"temperature": 40.0, "top_k": 3}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+    with LLM(folder, backend="numpy") as llm:
+        outputs = llm.generate([[*b"hello:"]], params)
+    assert replay(outputs, folder, sampling_params=params).num_different == 0
+    plain = replace(params, top_k=0)
+    assert replay(outputs, folder, sampling_params=plain).num_different > 0
+
+
+def test_tokens_chosen_with_a_function_of_the_users_are_compared_by_scores(decoder):
+    def boost(output_token_ids, logits):
+        logits[5] += 100
+
+    engine = make_engine(decoder)
+    records = []
+    engine.listeners.append(records.append)
+    engine.add_request("a", [1, 2], replace(GREEDY, logits_processors=[boost]))
+    engine.add_request("b", [1, 2], GREEDY)
+    while engine.has_unfinished_requests():
+        engine.step()
+    report = replay((describe_engine(engine), records), decoder)
+    assert report.num_guided == 8 and report.num_tokens == 16
+    assert report.num_different == 0 and report.largest_logit_difference < 1e-4
+    assert "8 were chosen with a logits processor: not compared" in str(report)
 
 
 def test_a_file_and_the_records_of_a_listener_are_traces(decoder, trace, tmp_path):

@@ -14,6 +14,7 @@ from bookkit.figures import block_tables as _block_tables
 from bookkit.figures import ladder as _ladder
 from bookkit.figures import pipeline as _pipeline
 from bookkit.figures import player as _player
+from bookkit.figures import sampling as _sampling
 from bookkit.figures import table as _table
 from bookkit.figures import tokens as _tokens
 from bookkit.figures.base import Figure
@@ -22,6 +23,7 @@ from bookkit.figures.ladder import Rung
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as MplFigure
 
+    from bookkit.figures.sampling import LiveSampling
     from minivllm.models.spec import ModelSpec
 
 __all__ = [
@@ -37,6 +39,8 @@ __all__ = [
     "ladder",
     "pipeline",
     "player",
+    "sampling",
+    "sampling_widget",
     "slots",
     "table",
     "timeline",
@@ -112,6 +116,55 @@ def top_tokens(tokenizer: HasTokenBytes, logits: Any, k: int = 5) -> Figure:
         k: How many rows.
     """
     return _table.top_tokens(tokenizer, logits, k)
+
+
+def sampling(
+    tokenizer: HasTokenBytes,
+    logits: Any,
+    *,
+    num_tokens: int = 24,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    label: str = "",
+) -> Figure:
+    """Draw a next-token distribution behind the knobs of sampling, as sliders.
+
+    Bars show each token's probability as the model gives it and as it is drawn with;
+    a last slider is the random number, which picks a token.
+
+    The tokens with a bar are recorded to 0.00001 of a score; the others in groups no
+    wider than w = 0.015, as so many tokens of the mean score. At temperature T this
+    changes a probability by at most about w² / 8T² of it: 0.3 % at 0.1, 0.003 % at 1.
+    Where min_p or top_p cuts among the others, the cut is off by a group at most.
+
+    The random number picks the token that the engine's sampler picks, unless some of
+    the others stay: they lie last here, and among all the ids there.
+
+    Args:
+        tokenizer: Where the bytes of a token come from.
+        logits: [vocab_size], finite, NumPy or torch.
+        num_tokens: The best tokens, one bar each; the others share one.
+        temperature: Where the sliders start; from 0 (greedy) to 2.
+        top_k: 0 is off.
+        top_p: 1 is off.
+        min_p: 0 is off. These three and the temperature are rounded to hundredths.
+        label: What the figure is called.
+    """
+    knobs = _sampling.checked(temperature, top_k, top_p, min_p)
+    return _sampling.sampling(tokenizer, logits, num_tokens, knobs, label)
+
+
+def sampling_widget(
+    tokenizer: HasTokenBytes, logits: Any, *, num_tokens: int = 24
+) -> "LiveSampling":
+    """Show `sampling` behind sliders of ipywidgets, each move of which calls Python.
+
+    In a notebook that a program has run, and so in the book, it is a still picture
+    that says so.
+    """
+    return _sampling.LiveSampling(tokenizer, logits, num_tokens)
 
 
 def table(

@@ -24,6 +24,7 @@ from statements import (
     is_type_checking,
     lazy_names,
     members,
+    needed_names,
     split,
     type_imports,
 )
@@ -122,7 +123,8 @@ class Module:
         if self.type_imports:
             block = textwrap.indent("\n".join(self.type_imports), "    ")
             parts.append(f"if TYPE_CHECKING:\n{block}")
-        parts.append("".join(unit.gap + unit.text for unit in self.units).strip("\n"))
+        units = settled(self.units)
+        parts.append("".join(unit.gap + unit.text for unit in units).strip("\n"))
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -186,6 +188,27 @@ def merge(old: list[Unit], new: list[Unit], origin: Origin) -> int:
             old.insert(keys.index(anchor) if anchor else len(old), unit)
         anchor = unit.key
     return num_replaced
+
+
+def settled(units: list[Unit]) -> list[Unit]:
+    """Return units in an order in which the file can be imported.
+
+    A statement that was replaced may need a name that came with it: a base, a
+    decorator, a type. What defines that name goes before it; all else stays.
+    """
+    order: list[Unit] = []
+    waiting = list(units)
+    while waiting:
+        needed = needed_names(ast.parse(waiting[0].text).body[0])
+        later = [
+            unit for unit in waiting[1:] if needed.intersection(bound_names(unit.node))
+        ]
+        if later:  # first what it needs, in turn with what that needs
+            waiting.remove(later[0])
+            waiting.insert(0, later[0])
+        else:
+            order.append(waiting.pop(0))
+    return order
 
 
 def reopens(node: ast.ClassDef) -> bool:

@@ -104,6 +104,27 @@ def type_imports(unit: Unit) -> list[str]:
     return [ast.unparse(node) for node in unit.node.body]
 
 
+def needed_names(node: ast.stmt) -> set[str]:
+    """Return the names that must be there when a statement is executed.
+
+    Of a function, these are its decorators, defaults and annotations; what is in its
+    body is looked up when it is called.
+    """
+    parts: list[ast.AST] = [node]
+    if isinstance(node, FUNCTIONS):
+        parts = [*node.decorator_list, node.args]
+        parts += [node.returns] if node.returns else []
+    elif isinstance(node, ast.ClassDef):
+        parts = [*node.decorator_list, *node.bases, *node.keywords]
+    found = [n for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)]
+    names = {name.id for name in found if isinstance(name.ctx, ast.Load)}
+    names -= {name.id for name in found if isinstance(name.ctx, ast.Store)}
+    if isinstance(node, ast.ClassDef):
+        own = {name for member in node.body for name in bound_names(member)}
+        names |= set().union(*map(needed_names, node.body)) - own
+    return names
+
+
 def bound_names(node: ast.AST) -> Iterator[str]:
     """Yield the names that a top-level statement, or a part of it, defines."""
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):

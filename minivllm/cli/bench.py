@@ -3,7 +3,7 @@
 The tables go to standard output, progress to standard error.
 
 In vLLM: vllm/entrypoints/cli/benchmark/throughput.py (BenchmarkThroughputSubcommand).
-Source: appendix A9, "Measuring".
+Source: appendix A9, "Measuring"; appendix A12, "A sampler for a whole batch".
 """
 
 import argparse
@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 LADDER = "ladder"
 FIGURE_TYPES = (".svg", ".png", ".pdf")
 
+SAMPLER = "sampler"
+
 DESCRIPTIONS = {
     **{name: workload.description for name, workload in WORKLOADS.items()},
     LADDER: "8 small requests, from naive generation to the engine",
+    SAMPLER: "64 rows of scores, sampled with many sets of parameters",
 }
 EXAMPLES = f"""\
 workloads (greedy, end tokens ignored, token ids in and out, all submitted at once):
@@ -275,10 +278,12 @@ def run_ladder(
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write the files that were asked for, return the exit code."""
     apply_model_options(arguments)
-    if arguments.backend == "fake" and LADDER in arguments.workloads:
-        arguments.refuse(
-            "argument WORKLOAD: the ladder needs a model, not --backend fake"
-        )
+    for name, backends in ((LADDER, ("torch", "numpy")), (SAMPLER, ("torch",))):
+        if name in arguments.workloads and arguments.backend not in backends:
+            arguments.refuse(
+                f"argument WORKLOAD: {name} needs --backend {' or '.join(backends)}, "
+                f"not {arguments.backend}"
+            )
     # Imported only now: NumPy and torch read the number of threads when they load.
     from minivllm.benchmarks.machine import describe_machine, machine_line
     from minivllm.benchmarks.report import check_matplotlib, save_figure, text_chart
@@ -292,9 +297,12 @@ def run(arguments: argparse.Namespace) -> int:
     if LADDER in arguments.workloads:
         rungs, rung_bars = run_ladder(arguments)
         records, bars = records + rungs, bars + rung_bars
+    if SAMPLER in arguments.workloads:
+        records += run_sampler(arguments)
     about, machine = describe_run(arguments), describe_machine()
     title = ", ".join(str(about[key]) for key in ("model", "backend", "dtype"))
-    print(text_chart(bars))
+    if bars:
+        print(text_chart(bars))
     print(f"minivllm {__version__}, {title}, {about['threads']} threads")
     print(f"machine: {machine_line(machine)}")
     if arguments.json:
@@ -304,3 +312,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.figure:
         save_figure(arguments.figure, bars, f"{title} on {machine['cpu']}")
     return 0
+
+
+def run_sampler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what sampling costs, print it, and return records."""
+    from minivllm.benchmarks.sampler import NUM_ROWS, measure_sampler, sampler_table
+
+    engine = make_engine(arguments, NUM_ROWS)
+    resolve_types(arguments, engine)
+    # A median of few is easily disturbed, and a repetition takes milliseconds.
+    step_s, times = measure_sampler(engine, 5 * arguments.reps)
+    engine.runner.close()
+    print(f"{sampler_table(step_s, times)}\n")
+    step = {"workload": SAMPLER, "params": "decode step", "ms": step_s * 1e3}
+    return [step, *(row.as_json() for row in times)]

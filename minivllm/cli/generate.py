@@ -4,7 +4,8 @@ The text goes to standard output as it becomes certain; one line of numbers foll
 on standard error, so that a pipe gets the text alone.
 
 In vLLM: vllm/entrypoints/cli/openai.py (CompleteCommand), a client of its server.
-Source: appendix A4, "The command line"; appendix A9, "Measuring".
+Source: appendix A4, "The command line"; appendix A9, "Measuring"; appendix A14, "One
+    prompt, many answers".
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import secrets
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.cli.main import INTERRUPTED
@@ -46,6 +48,17 @@ def temperature(text: str) -> float:
     return value
 
 
+# Name of a parameter -> its type, and what it does.
+SAMPLING_OPTIONS: dict[str, tuple[type, str]] = {
+    "top_p": (float, "draw among the best tokens whose probabilities add up to this"),
+    "top_k": (int, "draw among so many of the best tokens"),
+    "min_p": (float, "draw among tokens at least so probable, next to the best"),
+    "repetition_penalty": (float, "above 1, tokens of prompt and answer are rarer"),
+    "presence_penalty": (float, "subtracted from the scores of tokens of the answer"),
+    "frequency_penalty": (float, "the same, as often as the answer has the token"),
+}
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this subcommand."""
     add = parser.add_argument
@@ -63,11 +76,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="0 takes the likeliest token, higher is more random (default: 0)",
     )
+    for name, (kind, text) in SAMPLING_OPTIONS.items():
+        metavar = "K" if kind is int else "P"
+        add(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     add(
         "--seed",
         type=integer(0, 2**64 - 1),
         metavar="N",
         help="make random choices repeatable",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be given several times",
     )
     add("--system", metavar="TEXT", help="a system message to put before the prompt")
     add(
@@ -178,6 +201,12 @@ def run(arguments: argparse.Namespace) -> int:
     from minivllm.text.tokenizer import Tokenizer
 
     # Whatever can be refused is refused before the weights are read.
+    given = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    wishes = {name: value for name, value in given.items() if value is not None}
+    seed = secrets.randbits(64) if arguments.seed is None else arguments.seed
+    params = SamplingParams(
+        temperature=arguments.temperature, seed=seed, stop=arguments.stop, **wishes
+    )
     folder = resolve_model(arguments.model, progress=True)
     prompt_token_ids = encode_prompt(Tokenizer.from_dir(folder), prompt, arguments)
     spec = load_spec(folder)
@@ -185,7 +214,6 @@ def run(arguments: argparse.Namespace) -> int:
     room = context - len(prompt_token_ids)
     max_tokens = arguments.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
     check_request(spec, prompt_token_ids, max_tokens, arguments.temperature)
-    seed = secrets.randbits(64) if arguments.seed is None else arguments.seed
     block_size = math.gcd(context, 16)  # the last block ends with the context
     with LLM(
         folder,
@@ -197,10 +225,4 @@ def run(arguments: argparse.Namespace) -> int:
         max_num_seqs=1,
         max_model_len=context,
     ) as llm:
-        return stream(
-            llm,
-            prompt_token_ids,
-            SamplingParams(
-                temperature=arguments.temperature, max_tokens=max_tokens, seed=seed
-            ),
-        )
+        return stream(llm, prompt_token_ids, replace(params, max_tokens=max_tokens))

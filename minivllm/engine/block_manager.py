@@ -13,7 +13,7 @@ forgotten when it is handed out again, the least recently used one first.
 Called by the scheduler; the runners see the ids as rows of `block_table`.
 
 In vLLM: vllm/v1/core/kv_cache_manager.py, vllm/v1/core/block_pool.py.
-Source: chapter 3, "Paging".
+Source: chapter 3, "Paging"; appendix A14, "One prompt, many answers".
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -88,6 +88,9 @@ class BlockManager:
         self.cached_blocks: dict[BlockKey, int] = {}
         self.key_of: dict[int, BlockKey] = {}  # the same, the other way round
         self.promised: set[int] = set()  # cached, but computed only by this step
+        self.half_full: set[int] = set()  # shared by a fork before they were full
+        # Request id: a block and the one that this step copies it to, for the request.
+        self.copies: dict[str, tuple[int, int]] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -147,6 +150,8 @@ class BlockManager:
         assert not (held and cached_prefix), f"{request_id} holds {len(held)} blocks"
         hits = [self.cached_blocks[key] for key in cached_prefix]
         num_new = self.num_blocks_for(num_tokens) - len(held) - len(hits)
+        must_copy = bool(held) and self._must_copy(held[-1])
+        num_new += must_copy
         if held and num_new <= 0:
             return True  # the last block has room: what happens most often
         num_revived = sum(self.ref_cnt[block_id] == 0 for block_id in hits)
@@ -156,6 +161,10 @@ class BlockManager:
             self.free_blocks.pop(block_id, None)
             self.ref_cnt[block_id] += 1
         new_blocks = [self._take_free_block() for _ in range(num_new)]
+        if must_copy:  # the first of the new blocks takes the place of the shared one
+            *held, shared = held
+            self.ref_cnt[shared] -= 1
+            self.copies[request_id] = shared, new_blocks[0]
         self.block_ids[request_id] = [*held, *hits, *new_blocks]
         self.keys.setdefault(request_id, []).extend(cached_prefix)
         return True
@@ -207,11 +216,13 @@ class BlockManager:
     def commit(self) -> None:
         """Take note that the step was computed: what it promised to cache is there."""
         self.promised.clear()
+        self.copies.clear()
 
     def rollback(self) -> None:
         """Take note that the step was not computed: forget what it promised."""
         for block_id in list(self.promised):
             self._forget(block_id)
+        self.copies.clear()
 
     def free(self, request_id: str) -> None:
         """Give back every block of a request; harmless if it holds none."""
@@ -221,9 +232,11 @@ class BlockManager:
             self.ref_cnt[block_id] -= 1
             if self.ref_cnt[block_id] == 0:
                 self.free_blocks[block_id] = None
+                self.half_full.discard(block_id)
                 if block_id in self.promised:
                     self._forget(block_id)
         self.keys.pop(request_id, None)
+        self.copies.pop(request_id, None)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block, for example when the weights change.
@@ -237,3 +250,32 @@ class BlockManager:
         for block_id in list(self.key_of):
             self._forget(block_id)
         return True
+
+    def fork(self, request_id: str, fork_id: str, num_tokens: int) -> None:
+        """Let a new request begin with all the tokens of another, sharing its blocks.
+
+        Nothing is copied yet. If the last block has room, both will write into it:
+        whoever comes first gets a copy (copy on write), see `copies`.
+
+        Args:
+            request_id: Who has computed the tokens.
+            fork_id: Who has the same tokens, and no blocks.
+            num_tokens: How many tokens that is.
+        """
+        block_ids = self.block_ids[request_id]
+        assert len(block_ids) == self.num_blocks_for(num_tokens)
+        for block_id in block_ids:
+            self.ref_cnt[block_id] += 1
+        self.block_ids[fork_id] = list(block_ids)
+        self.keys[fork_id] = list(self.keys[request_id])
+        if num_tokens % self.block_size:
+            self.half_full.add(block_ids[-1])
+
+    def _must_copy(self, block_id: int) -> bool:
+        """Tell whether others read the block that a request is about to write into."""
+        if block_id not in self.half_full:
+            return False
+        if self.ref_cnt[block_id] > 1:
+            return True
+        self.half_full.remove(block_id)  # the others have their copies, or are gone
+        return False

@@ -7,30 +7,39 @@ Invariant: every request that was added ends in exactly one finished `RequestOut
 with a reason, whatever goes wrong. Not safe to call from several threads: `LLM` is.
 
 In vLLM: vllm/v1/engine/llm_engine.py (LLMEngine), vllm/v1/engine/core.py (EngineCore).
-Source: chapter 4, "Continuous batching".
+Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers".
 """
 
+import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.scheduler import Policy, Scheduler
 from minivllm.engine.trace import begin_record, finish_record
 from minivllm.errors import RequestError
-from minivllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minivllm.request import (
     ModelOutput,
     Request,
     RequestStatus,
     SchedulerOutput,
+    TokenLogprobs,
     check_token_ids,
 )
 from minivllm.runners.base import Runner
-from minivllm.sampling.params import DEFAULT_MAX_TOKENS, UNSET, SamplingParams
+from minivllm.sampling.params import (
+    DEFAULT_MAX_TOKENS,
+    GUIDES,
+    UNSET,
+    SamplingParams,
+    check_min_tokens,
+)
+from minivllm.sampling.uniform import seed_of
 from minivllm.text.detokenizer import IncrementalDetokenizer
 from minivllm.text.tokenizer import Tokenizer
 
@@ -41,15 +50,31 @@ LOW_STEPS = 50  # ... when it lasts so many steps
 
 
 @dataclass(slots=True)
-class RequestState:
-    """What the engine keeps of a request beside the scheduler's record."""
+class Continuation:
+    """What the engine keeps of a continuation beside the scheduler's record."""
 
     request: Request
-    prompt: str | None
     detokenizer: IncrementalDetokenizer | None
-    prompt_token_ids: list[int]
     text: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
     num_taken_tokens: int = 0  # of the answer, written as text already
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What the engine keeps of a request: its prompt and its continuations."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    continuations: list[Continuation]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all continuations have ended."""
+        return all(c.request.status.is_finished for c in self.continuations)
 
 
 class LLMEngine:
@@ -65,6 +90,7 @@ class LLMEngine:
         enable_prefix_caching: bool = True,
         policy: str | Policy = "mixed",
         seed: int = 0,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """Build an engine around a runner.
 
@@ -77,6 +103,8 @@ class LLMEngine:
             enable_prefix_caching: Whether requests share blocks with equal content.
             policy: Who comes first, see `POLICIES`.
             seed: Where the seeds of requests without one come from.
+            sampling_defaults: What the model's makers recommend, by the names of
+                `SamplingParams`, for parameters that a request leaves unset.
         """
         self.runner = runner
         self.tokenizer = tokenizer
@@ -93,13 +121,16 @@ class LLMEngine:
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         self.num_steps = 0
         self._states: dict[str, RequestState] = {}
+        self._names: set[str] = set()  # of all their continuations
         self.added: list[Request] = []  # since the last step, as is the next
         self.aborted: list[str] = []
         # Kept from step to step, in case Ctrl-C or a listener cuts one short:
         self._untold: deque[Request] = deque()  # whose news is to be told
+        self._changed: dict[str, RequestState] = {}  # by request id, to be told as well
         self._outputs: list[RequestOutput] = []  # told, and not handed out yet
         self._num_requests = 0
         self._random = random.Random(seed)
+        self.sampling_defaults = dict(sampling_defaults or {})
         self._num_low_steps = 0
 
     def step(self) -> list[RequestOutput]:
@@ -112,14 +143,17 @@ class LLMEngine:
             plan = self.scheduler.schedule(self.runner.now())
             record = begin_record(self, plan) if self.listeners else None
             self._untold += [*plan.failed, *plan.requests]
+            self._untold += itertools.chain(*plan.followers.values())
             result = self._execute(plan)
         except BaseException:  # Ctrl-C, or a mistake of ours
             self.scheduler.restart()
-            self._untold += [state.request for state in self._states.values()]
+            for state in self._states.values():
+                self._untold += [c.request for c in state.continuations]
             raise
+        told = list(self._untold)
         self._emit()
         if record is not None:
-            finish_record(record, self, result, self._outputs)
+            finish_record(record, self, result, told)
             for listener in self.listeners:
                 listener(record)
         self.num_steps += 1
@@ -184,26 +218,59 @@ class LLMEngine:
         Raises:
             RequestError: Its name is that of an unfinished request.
         """
-        if request.request_id in self._states:
-            raise RequestError(
-                f"request_id is {request.request_id!r}, but an unfinished request has "
-                "that name: choose another one, or abort the other request first"
-            )
+        names = [request.request_id]
+        names += [follower_id(names[0], i) for i in range(1, request.sampling_params.n)]
+        for name in names:
+            if name in self._names:
+                raise RequestError(
+                    f"request_id is {name!r}, but an unfinished request has that name: "
+                    "choose another one, or abort the other request first"
+                )
         seed = request.sampling_params.seed
         request.seed = self._random.getrandbits(64) if seed is None else seed
-        request.arrival = self._num_requests
         if arrival_time is None:
             arrival_time = self.runner.now()
-        request.arrival_time = arrival_time
-        self._num_requests += 1
-        detokenizer = IncrementalDetokenizer(self.tokenizer) if self.tokenizer else None
-        state = RequestState(request, prompt, detokenizer, request.prompt_token_ids)
+        state = RequestState(
+            request.request_id, prompt, request.prompt_token_ids, continuations=[]
+        )
+        for member in [request, *self._make_followers(request)]:
+            member.arrival = self._num_requests
+            member.arrival_time = arrival_time
+            self._num_requests += 1
+            detokenizer = self._make_detokenizer(member)
+            state.continuations.append(Continuation(member, detokenizer))
         self._states[request.request_id] = state
-        self.added.append(request)
-        self.scheduler.add_request(request)
+        self._names.update(names)
+        for continuation in state.continuations:
+            self.added.append(continuation.request)
+            self.scheduler.add_request(continuation.request)
+
+    def _make_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
+        if self.tokenizer is None:
+            return None
+        params = request.sampling_params
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            prompt_token_ids=request.prompt_token_ids,
+        )
+
+    def _make_processors(
+        self, params: SamplingParams
+    ) -> tuple[Callable[[list[int], Any], Any], ...]:
+        """Return the logits processors of a request, that of its grammar first."""
+        processors = tuple(map(fresh, params.logits_processors))
+        if not any(getattr(params, name) is not None for name in GUIDES):
+            return processors
+        from minivllm.sampling.grammar import make_grammar
+
+        return make_grammar(params, self.tokenizer), *processors
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request now, and free its blocks.
+        """End a request now, with all its continuations, and free its blocks.
 
         Returns:
             What it had; None if there is no such request, or it is finished already.
@@ -211,12 +278,14 @@ class LLMEngine:
         state = self._states.get(request_id)
         if state is None:
             return None
-        if not state.request.status.is_finished:  # else an interrupted step ended it
-            self.scheduler.finish(state.request, RequestStatus.FINISHED_ABORTED)
-        self._take_tokens(state)
-        self.aborted.append(request_id)
+        for continuation in state.continuations:
+            request = continuation.request
+            self._take_tokens(continuation)
+            if not request.status.is_finished:  # else an interrupted step ended it
+                self.scheduler.finish(request, RequestStatus.FINISHED_ABORTED)
+                self.aborted.append(request.request_id)
         output = self._output(state)
-        self._forget_finished(state.request)
+        self._forget_finished(state)
         return output
 
     def has_unfinished_requests(self) -> bool:
@@ -262,25 +331,34 @@ class LLMEngine:
         max_tokens = params.max_tokens
         if max_tokens is UNSET:
             max_tokens = default_max_tokens
+            recommended = self.sampling_defaults.get("max_tokens")
+            if recommended is not None:  # as far as it fits: nobody has asked for it
+                room = self.runner.max_model_len - len(token_ids)
+                max_tokens = max(1, min(recommended, room))
         self._check_length(len(token_ids), max_tokens)
+        max_tokens = max_tokens or self.runner.max_model_len - len(token_ids)
+        check_min_tokens(params.min_tokens, max_tokens)
+        self._check_params(params)
         stop_token_ids = frozenset(params.stop_token_ids)
-        for token_id in stop_token_ids:
-            if token_id >= self.runner.vocab_size:
-                raise RequestError(
-                    f"stop_token_ids holds {token_id}, but the model knows 0 to "
-                    f"{self.runner.vocab_size - 1}: use ids of this model's tokenizer"
-                )
         if self.tokenizer and not params.ignore_eos:
             stop_token_ids |= self.tokenizer.eos_token_ids
+        wants_prompt = params.prompt_logprobs is not None
         return Request(
             request_id=request_id,
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
-            sampling_params=params,
-            max_tokens=max_tokens or self.runner.max_model_len - len(token_ids),
+            sampling_params=params.filled(self.sampling_defaults),
+            max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             priority=priority,
             cache_salt=cache_salt,
+            bad_words=tuple(
+                spelling
+                for word in params.bad_words
+                for spelling in spellings_of(word, self.tokenizer)
+            ),
+            logits_processors=self._make_processors(params),
+            prompt_logprobs=[None] * len(token_ids) if wants_prompt else None,
         )
 
     def _encode(self, prompt: str | Iterable[int]) -> Iterable[int]:
@@ -321,72 +399,107 @@ class LLMEngine:
         """Write the new tokens of requests as text, where something has changed."""
         while self._untold:
             request = self._untold[0]
-            state = self._states.get(request.request_id)
-            is_here = state is not None and state.request is request
-            if is_here and (self._take_tokens(state) or request.status.is_finished):
-                self._outputs.append(self._output(state))
-                self._forget_finished(request)
+            state = self._states.get((request.leader or request).request_id)
+            if state and state.continuations[request.index].request is request:
+                continuation = state.continuations[request.index]
+                if self._take_tokens(continuation) or request.status.is_finished:
+                    self._changed[state.request_id] = state
             self._untold.popleft()
+        while self._changed:
+            request_id, state = next(iter(self._changed.items()))
+            self._outputs.append(self._output(state))
+            self._forget_finished(state)
+            del self._changed[request_id]
 
-    def _take_tokens(self, state: RequestState) -> bool:
+    def _take_tokens(self, continuation: Continuation) -> bool:
         """Append the text of the tokens that came since the last time, if any did."""
-        request = state.request
-        num_seen = request.num_prompt_tokens + state.num_taken_tokens
-        new_token_ids = request.token_ids[num_seen:]
+        request = continuation.request
+        num_taken = continuation.num_taken_tokens
+        new_token_ids = request.token_ids[request.num_prompt_tokens + num_taken :]
         if not new_token_ids:
             return False
-        state.num_taken_tokens += len(new_token_ids)
         if request.first_token_time is None:
             request.first_token_time = self.runner.now()
-        if state.detokenizer:
-            if request.status is RequestStatus.FINISHED_STOPPED:
-                new_token_ids = new_token_ids[:-1]  # a stop mark is no text
-            state.text += "".join(map(state.detokenizer.add, new_token_ids))
+        if continuation.detokenizer:
+            new_token_ids = self._write(continuation, new_token_ids)
+        continuation.num_taken_tokens += len(new_token_ids)
+        for token_id, entry in zip(
+            new_token_ids, request.logprobs[num_taken:], strict=False
+        ):
+            continuation.logprobs.append(self._decode_logprobs(entry))
+            continuation.cumulative_logprob += entry[token_id][0]
         return True
+
+    def _decode_logprobs(
+        self, entry: TokenLogprobs | None
+    ) -> dict[int, Logprob] | None:
+        """Add the texts of the tokens."""
+        return entry and {
+            token_id: Logprob(logprob, rank, self._text_of(token_id))
+            for token_id, (logprob, rank) in entry.items()
+        }
+
+    def _text_of(self, token_id: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def _output(self, state: RequestState) -> RequestOutput:
         """Show a request as it is now."""
-        request = state.request
-        status = request.status
-        if status.is_finished:
-            request.finished_time = self.runner.now()
-            if state.detokenizer:
-                state.text += state.detokenizer.finish()
-        output_token_ids = request.output_token_ids
-        stop_reason = None
-        if status is RequestStatus.FINISHED_STOPPED:
-            last = output_token_ids[-1]
-            if last in request.sampling_params.stop_token_ids:
-                stop_reason = last
+        now = self.runner.now()
+        for continuation in state.continuations:
+            request = continuation.request
+            if request.status.is_finished and request.finished_time is None:
+                request.finished_time = now
+                if continuation.detokenizer:
+                    continuation.text += continuation.detokenizer.finish()
+        leader = state.continuations[0].request
+        if state.prompt_logprobs is None and leader.prompt_logprobs is not None:
+            if None not in leader.prompt_logprobs[1:]:
+                state.prompt_logprobs = list(
+                    map(self._decode_logprobs, leader.prompt_logprobs)
+                )
         return RequestOutput(
-            request_id=request.request_id,
+            request_id=state.request_id,
             prompt=state.prompt,
             prompt_token_ids=state.prompt_token_ids,
-            outputs=[
-                CompletionOutput(
-                    index=0,
-                    text=state.text,
-                    token_ids=output_token_ids,
-                    finish_reason=status.value if status.is_finished else None,
-                    stop_reason=stop_reason,
-                    error=request.error,
-                )
-            ],
-            finished=status.is_finished,
-            num_cached_tokens=request.num_cached_tokens,
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_time,
-                first_scheduled_time=request.first_scheduled_time,
-                first_token_time=request.first_token_time,
-                finished_time=request.finished_time,
-                num_output_tokens=request.num_output_tokens,
-                num_preemptions=request.num_preemptions,
+            outputs=[self._completion(c) for c in state.continuations],
+            finished=state.is_finished,
+            num_cached_tokens=leader.num_cached_tokens,
+            metrics=metrics_of([c.request for c in state.continuations]),
+            prompt_logprobs=state.prompt_logprobs,
+        )
+
+    def _completion(self, continuation: Continuation) -> CompletionOutput:
+        """Show a continuation as it is now."""
+        request, detokenizer = continuation.request, continuation.detokenizer
+        status = request.status
+        output_token_ids = request.output_token_ids
+        stop_reason: int | str | None = None
+        if status is RequestStatus.FINISHED_STOPPED:
+            stop_reason = detokenizer and detokenizer.stop_reason
+            last = output_token_ids[-1]
+            if stop_reason is None and last in request.sampling_params.stop_token_ids:
+                stop_reason = last
+        has_logprobs = request.sampling_params.logprobs is not None
+        return CompletionOutput(
+            index=request.index,
+            text=continuation.text,
+            token_ids=output_token_ids,
+            finish_reason=status.value if status.is_finished else None,
+            stop_reason=stop_reason,
+            error=request.error,
+            logprobs=list(continuation.logprobs) if has_logprobs else None,
+            cumulative_logprob=(
+                continuation.cumulative_logprob if has_logprobs else None
             ),
         )
 
-    def _forget_finished(self, request: Request) -> None:
-        if request.status.is_finished:
-            del self._states[request.request_id]
+    def _forget_finished(self, state: RequestState) -> None:
+        if state.is_finished:
+            del self._states[state.request_id]
+            for continuation in state.continuations:
+                self._names.remove(continuation.request.request_id)
 
     def _watch_free_blocks(self) -> None:
         """Warn when free blocks stay scarce: preemption is near, or going on."""
@@ -402,3 +515,103 @@ class LLMEngine:
                 manager.num_blocks,
                 LOW_STEPS,
             )
+
+    def _make_followers(self, leader: Request) -> list[Request]:
+        """Return the other continuations of a prompt, each with a seed of its own."""
+        leader.followers = [
+            replace(
+                leader,
+                request_id=follower_id(leader.request_id, index),
+                token_ids=list(leader.token_ids),
+                seed=seed_of(leader.seed, index),
+                index=index,
+                leader=leader,
+                followers=[],
+                logprobs=[],
+                prompt_logprobs=None,
+                logits_processors=tuple(map(fresh, leader.logits_processors)),
+            )
+            for index in range(1, leader.sampling_params.n)
+        ]
+        return leader.followers
+
+    def _write(self, continuation: Continuation, new_token_ids: list[int]) -> list[int]:
+        """Turn new tokens into text; end the request where a stop text is complete.
+
+        Returns:
+            The new tokens, without those behind the stop text.
+        """
+        request, detokenizer = continuation.request, continuation.detokenizer
+        params = request.sampling_params
+        is_stopped = request.status is RequestStatus.FINISHED_STOPPED
+        for place, token_id in enumerate(new_token_ids, 1):
+            is_stop_mark = is_stopped and place == len(new_token_ids)
+            if is_stop_mark and not params.include_stop_str_in_output:
+                break
+            continuation.text += detokenizer.add(token_id)
+            if detokenizer.stop_reason is not None:
+                num_behind = len(new_token_ids) - place
+                del request.token_ids[request.num_tokens - num_behind :]
+                if not request.status.is_finished:
+                    self.scheduler.finish(request, RequestStatus.FINISHED_STOPPED)
+                request.status = RequestStatus.FINISHED_STOPPED
+                return new_token_ids[:place]
+        return new_token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Refuse ids that the model lacks, and texts if there is no tokenizer."""
+        ids = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        for name, token_ids in ids.items():
+            if token_ids and max(token_ids) >= self.runner.vocab_size:
+                raise RequestError(
+                    f"{name} holds {max(token_ids)}, but the model knows 0 to "
+                    f"{self.runner.vocab_size - 1}: use ids of this model's tokenizer"
+                )
+        for name in ("stop", "bad_words", *GUIDES):
+            if self.tokenizer is None and getattr(params, name):
+                raise RequestError(
+                    f"{name} is {getattr(params, name)!r:.80}, but this engine has no "
+                    "tokenizer to read or write text: use token ids, or an engine "
+                    "with a tokenizer"
+                )
+
+
+def fresh(processor: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a logits processor for one continuation; one with a state starts anew."""
+    return processor.fresh() if hasattr(processor, "fresh") else processor
+
+
+def follower_id(request_id: str, index: int) -> str:
+    """Return the name that a continuation has in the scheduler."""
+    return f"{request_id}#{index}"
+
+
+def spellings_of(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Return the tokens of a word at the beginning of a text, and behind a space."""
+    spellings = (
+        tuple(tokenizer.encode(text, add_special_tokens=False))
+        for text in (word, f" {word.lstrip()}")
+    )
+    return [spelling for spelling in dict.fromkeys(spellings) if spelling]
+
+
+def metrics_of(requests: Sequence[Request]) -> RequestMetrics:
+    """Sum up when things happened to the continuations of a prompt."""
+    first_token_times = [
+        request.first_token_time
+        for request in requests
+        if request.first_token_time is not None
+    ]
+    finished_times = [request.finished_time for request in requests]
+    return RequestMetrics(
+        arrival_time=requests[0].arrival_time,
+        first_scheduled_time=requests[0].first_scheduled_time,
+        first_token_time=min(first_token_times, default=None),
+        finished_time=None if None in finished_times else max(finished_times),
+        num_output_tokens=sum(request.num_output_tokens for request in requests),
+        num_preemptions=sum(request.num_preemptions for request in requests),
+    )

@@ -5,10 +5,11 @@ One rule serves prompts, chunks of prompts, answers and requests that were preem
 step. A policy says who comes first, and whether prompts and answers share a step.
 
 Invariant: between two steps every unfinished request is in `waiting` (without blocks)
-or in `running`; a finished one is in neither and holds no block. Called by the engine.
+or in `running`; a finished one is in neither and holds no block. Followers wait until
+their leader has computed the prompt. Called by the engine.
 
 In vLLM: vllm/v1/core/sched/scheduler.py (Scheduler).
-Source: chapter 4, "Continuous batching".
+Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers".
 """
 
 import difflib
@@ -97,12 +98,18 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
     failed: list[Request] = field(default_factory=list)
     num_prefix_hits: dict[str, int] = field(default_factory=dict)
+    followers: dict[str, list[Request]] = field(default_factory=dict)
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Put a request into the step."""
         self.requests.append(request)
         self.num_scheduled_tokens[request.request_id] = num_new_tokens
         self.budget -= num_new_tokens
+
+    @property
+    def num_followers(self) -> int:
+        """Requests that will run after the step, beside those that run already."""
+        return sum(map(len, self.followers.values()))
 
 
 class Scheduler:
@@ -169,6 +176,8 @@ class Scheduler:
             preempted=plan.preempted,
             failed=plan.failed,
             num_prefix_hits=plan.num_prefix_hits,
+            followers=plan.followers,
+            block_copies=list(self.block_manager.copies.values()),
         )
 
     def _continue_running(self, plan: StepPlan, kind: str | None) -> None:
@@ -184,7 +193,7 @@ class Scheduler:
             # or for the sake of an earlier one.
             while request.status is RequestStatus.RUNNING:
                 if self._allocate(request, num_new):
-                    plan.add(request, num_new)
+                    self._add(plan, request, num_new)
                     break
                 self._make_room(plan)
 
@@ -200,11 +209,18 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan, now: float) -> None:
         """Start waiting requests in order, while budget, batch and blocks allow it."""
-        while self.waiting and plan.budget and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            prefix = self.block_manager.find_cached_prefix(
-                request.token_ids, request.cache_salt
-            )
+        place = 0
+        while place < len(self.waiting) and plan.budget and self._num_places(plan) > 0:
+            request = self.waiting[place]
+            leader = request.leader
+            if leader and not (leader.status.is_finished or leader.num_output_tokens):
+                place += 1  # it starts with the last token of its leader's prompt
+                continue
+            prefix: list[BlockKey] = []
+            if request.prompt_logprobs is None:  # these need every token computed
+                prefix = self.block_manager.find_cached_prefix(
+                    request.token_ids, request.cache_salt
+                )
             num_hits = len(prefix) * self.block_manager.block_size
             num_new = min(request.num_tokens - num_hits, plan.budget)
             if not self._allocate(request, num_new, prefix):
@@ -213,14 +229,14 @@ class Scheduler:
                 self._fail(plan, request)  # preempted when longer than all blocks
                 continue
             self.running.append(request)
-            self.waiting.pop(0)
+            self.waiting.pop(place)
             request.num_computed_tokens = num_hits
             if request.status is RequestStatus.WAITING:
                 request.first_scheduled_time = now
                 request.num_cached_tokens = num_hits
             request.status = RequestStatus.RUNNING
             plan.num_prefix_hits[request.request_id] = num_hits
-            plan.add(request, num_new)
+            self._add(plan, request, num_new)
 
     def _allocate(
         self, request: Request, num_new: int, prefix: Sequence[BlockKey] = ()
@@ -248,17 +264,14 @@ class Scheduler:
         for request in output.requests:
             request_id = request.request_id
             request.num_computed_tokens += output.num_scheduled_tokens[request_id]
-            error = model_output.errors.get(request_id)
-            if error is not None:
-                self.finish(request, RequestStatus.FINISHED_ERROR, error)
-            for token_id in model_output.sampled_token_ids.get(request_id, ()):
-                request.token_ids.append(token_id)
-                if token_id in request.stop_token_ids:
-                    self.finish(request, RequestStatus.FINISHED_STOPPED)
-                elif request.num_output_tokens >= request.max_tokens:
-                    self.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
-                if request.status.is_finished:
-                    break
+            for follower in output.followers.get(request_id, ()):
+                self._start_follower(follower, request)  # before the leader may end
+                self._take_tokens(follower, model_output)
+            for place, entry in model_output.prompt_logprobs.get(
+                request_id, {}
+            ).items():
+                request.prompt_logprobs[place] = entry
+            self._take_tokens(request, model_output)
 
     def _fail(self, plan: StepPlan, request: Request) -> None:
         """End a request that has the cache for itself and still does not fit."""
@@ -311,3 +324,42 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
         self.waiting.append(request)
+
+    def _num_places(self, plan: StepPlan) -> int:
+        """Count the requests that may still start in this step."""
+        return self.max_num_seqs - len(self.running) - plan.num_followers
+
+    def _add(self, plan: StepPlan, request: Request, num_new: int) -> None:
+        """Put a request into the step, and its followers if they can start from it."""
+        plan.add(request, num_new)
+        num_computed = request.num_computed_tokens + num_new
+        is_first = num_computed == request.num_tokens and not request.num_output_tokens
+        if request.followers and is_first:
+            followers = [r for r in request.followers if not r.status.is_finished]
+            if chosen := followers[: max(0, self._num_places(plan))]:
+                plan.followers[request.request_id] = chosen
+
+    def _start_follower(self, follower: Request, leader: Request) -> None:
+        """Let a request run that has its leader's prompt, and the blocks of it."""
+        num_tokens = leader.num_computed_tokens
+        self.block_manager.fork(leader.request_id, follower.request_id, num_tokens)
+        self.waiting.remove(follower)
+        self.running.append(follower)
+        follower.status = RequestStatus.RUNNING
+        follower.num_computed_tokens = num_tokens
+        follower.first_scheduled_time = leader.first_scheduled_time
+
+    def _take_tokens(self, request: Request, model_output: ModelOutput) -> None:
+        """Append what a request got; end it if it is complete."""
+        error = model_output.errors.get(request.request_id)
+        if error is not None:
+            self.finish(request, RequestStatus.FINISHED_ERROR, error)
+        request.logprobs += model_output.logprobs.get(request.request_id, ())
+        for token_id in model_output.sampled_token_ids.get(request.request_id, ()):
+            request.token_ids.append(token_id)
+            if token_id in request.stop_token_ids:
+                self.finish(request, RequestStatus.FINISHED_STOPPED)
+            elif request.num_output_tokens >= request.max_tokens:
+                self.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+            if request.status.is_finished:
+                break

@@ -9,7 +9,8 @@ that somebody listens to; `read_trace` by the viewer, the twin and the command l
 
 In vLLM: there is no such file; its engine publishes events of the block pool
 (vllm/distributed/kv_events.py) and statistics (vllm/v1/metrics/stats.py).
-Source: chapter 4, "Continuous batching"; appendix A7, "LLM"; appendix A8, "Traces".
+Source: chapter 4, "Continuous batching"; appendix A7, "LLM"; appendix A8, "Traces";
+    appendix A14, "One prompt, many answers".
 """
 
 import json
@@ -20,7 +21,6 @@ from typing import Any, Protocol
 
 from minivllm.engine.scheduler import Scheduler
 from minivllm.errors import ConfigError, CorruptFile
-from minivllm.outputs import RequestOutput
 from minivllm.request import ModelOutput, Request, SchedulerOutput
 from minivllm.runners.base import Runner
 
@@ -36,15 +36,27 @@ class TracedEngine(Protocol):
 
 
 def describe_request(request: Request) -> dict[str, Any]:
-    """Return all that is needed to send a request again."""
-    params = request.sampling_params
+    """Return what is needed to send a request again: all but functions of the user's.
+
+    Each continuation of a prompt is described as a request of its own.
+    """
+    params = request.sampling_params.given() | {"seed": request.seed}
+    for name in ("n", "logits_processors", "max_tokens"):
+        params.pop(name, None)
+    if "logit_bias" in params:  # in JSON, keys are texts
+        biases = params["logit_bias"].items()
+        params["logit_bias"] = {str(token_id): bias for token_id, bias in biases}
     return {
         "request_id": request.request_id,
         "prompt_token_ids": request.prompt_token_ids,
-        "temperature": params.temperature,
+        "sampling_params": {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in params.items()
+        },
+        "bad_words": list(map(list, request.bad_words)),
+        "num_logits_processors": len(request.logits_processors),
         "max_tokens": request.max_tokens,
         "stop_token_ids": sorted(request.stop_token_ids),
-        "seed": request.seed,
         "arrival_time": request.arrival_time,
         "priority": request.priority,
         "cache_salt": request.cache_salt,
@@ -85,22 +97,22 @@ def finish_record(
     record: dict[str, Any],
     engine: TracedEngine,
     result: ModelOutput,
-    outputs: Iterable[RequestOutput],
+    told: Iterable[Request],
 ) -> None:
     """Add to a record what became of its step."""
     record["end_s"] = engine.runner.now()
     record["sampled_token_ids"] = dict(result.sampled_token_ids)
     record["token_logits"] = dict(result.token_logits)
     record["finished"] = {
-        output.request_id: output.outputs[0].finish_reason
-        for output in outputs
-        if output.finished
+        request.request_id: request.status.value
+        for request in told
+        if request.status.is_finished
     }
 
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the format; a reader refuses any other
+VERSION = 2  # of the format; a reader refuses any other
 
 
 def describe_engine(engine: TracedEngine, model: str | None = None) -> dict[str, Any]:

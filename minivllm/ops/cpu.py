@@ -7,7 +7,8 @@ a mistake of ours would read or write anywhere.
 
 In vLLM: vllm/_custom_ops.py; vllm/v1/attention/backends/cpu_attn.py
 (CPUAttentionBackendImpl).
-Source: appendix A10, "Compiled operations".
+Source: appendix A10, "Compiled operations"; appendix A12, "A sampler for a whole
+    batch".
 """
 
 import ctypes
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import minivllm.ops.draw  # noqa: F401, its op
 from minivllm.errors import BackendUnavailable
 from minivllm.ops import linear, paged_attention, reference  # noqa: F401, their ops
 from minivllm.ops.compiler import load_library
@@ -36,6 +38,7 @@ PARAMETERS = {
     "argmax": "pppiiit",
     "linear": "pppiiit",
     "prefill_attention": "pipppippppiiiiiift",
+    "draw": "piippippippppt",
 }
 C_TYPES = {
     "p": ctypes.c_void_p,
@@ -329,6 +332,46 @@ def why_no_tiles(device: str, dtype: str, **sizes: int) -> str | None:
     return reason.decode() if reason else None
 
 
+def compiled_draw(
+    logits: Tensor,
+    largest: Tensor,
+    rows: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor,
+    min_p: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+) -> Tensor:
+    """Draw a token for each of some rows, as `draw.draw`."""
+    num_rows, vocab_size = logits.shape
+    num_sampled, num_cut = len(rows), len(top_k)
+    assert logits.stride(1) == 1 and logits.dtype == torch.float32
+    assert largest.dtype == torch.float32 and largest.shape == (num_rows,)
+    assert is_index(rows, num_sampled) and is_index(top_k, num_cut)
+    for x, size in ((temperatures, num_sampled), (uniforms, num_sampled)):
+        assert x.is_contiguous() and (x.shape, x.dtype) == ((size,), torch.float64)
+    for x in (min_p, top_p):
+        assert x.is_contiguous() and (x.shape, x.dtype) == ((num_cut,), torch.float64)
+    drawn = torch.empty_like(rows)
+    compiled("draw", logits.dtype)(
+        logits.data_ptr(),
+        logits.stride(0),
+        vocab_size,
+        largest.contiguous().data_ptr(),
+        rows.data_ptr(),
+        num_sampled,
+        temperatures.data_ptr(),
+        uniforms.data_ptr(),
+        num_cut,
+        min_p.data_ptr(),
+        top_k.data_ptr(),
+        top_p.data_ptr(),
+        drawn.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return drawn
+
+
 IMPLEMENTATIONS = {
     "rms_norm": CompiledRMSNorm,
     "silu_and_mul": compiled_silu_and_mul,
@@ -336,6 +379,7 @@ IMPLEMENTATIONS = {
     "reshape_and_cache": compiled_reshape_and_cache,
     "paged_attention": CompiledAttention,
     "argmax": compiled_argmax,
+    "draw": compiled_draw,
 }
 for op, implementation in IMPLEMENTATIONS.items():
     add_backend(op, Backend("compiled", implementation, why_not_compiled))

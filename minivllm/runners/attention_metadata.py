@@ -84,7 +84,6 @@ def make_batch(step: SchedulerOutput, block_size: int) -> Batch:
     requests = step.requests
     num_new = np.array([step.num_scheduled_tokens[r.request_id] for r in requests])
     num_computed = np.array([r.num_computed_tokens for r in requests])
-    num_tokens = np.array([r.num_tokens for r in requests])
     seq_lens = num_computed + num_new
     query_start_loc = np.concatenate([[0], np.cumsum(num_new)])
 
@@ -98,7 +97,7 @@ def make_batch(step: SchedulerOutput, block_size: int) -> Batch:
         requests, num_computed.tolist(), seq_lens.tolist(), strict=True
     ):
         token_ids += request.token_ids[start:end]
-    sampled = np.flatnonzero(seq_lens == num_tokens)
+    sampled = np.array([index for index, _ in step.sampled()], dtype=np.int64)
     return Batch(
         input_ids=np.array(token_ids, dtype=np.int64),
         positions=positions,

@@ -6,14 +6,15 @@ laboratory for policies, and the tests that need thousands of steps.
 
 Called by the engine. Needs neither weights nor an array library.
 
-Source: chapter 4, "Continuous batching".
+Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers".
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from minivllm.request import ModelOutput, Request, SchedulerOutput
+from minivllm.request import ModelOutput, Request, SchedulerOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +87,23 @@ class FakeRunner:
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Let the clock run on, and answer the requests that have caught up."""
         self.clock_s += self.cost(step)
-        sampled = {}
+        output = ModelOutput(sampled_token_ids={})
+        for _, request in step.sampled():
+            token_id = self._next_token(request)
+            output.sampled_token_ids[request.request_id] = [token_id]
+            output.token_logits[request.request_id] = [0.0]
+            num_best = request.sampling_params.logprobs
+            if num_best is not None:
+                entry = self._logprobs(token_id, num_best)
+                output.logprobs[request.request_id] = [entry]
         for request in step.requests:
-            num_new = step.num_scheduled_tokens[request.request_id]
-            if request.num_computed_tokens + num_new == request.num_tokens:
-                sampled[request.request_id] = [self._next_token(request)]
-        return ModelOutput(
-            sampled_token_ids=sampled,
-            token_logits={request_id: [0.0] for request_id in sampled},
-        )
+            num_best = request.sampling_params.prompt_logprobs
+            if request.prompt_logprobs is not None:
+                output.prompt_logprobs[request.request_id] = {
+                    place: self._logprobs(request.token_ids[place], num_best)
+                    for place in range(1, request.num_prompt_tokens)
+                }
+        return output
 
     def _next_token(self, request: Request) -> int:
         index = request.num_output_tokens
@@ -113,3 +122,10 @@ class FakeRunner:
 
     def close(self) -> None:
         """Do nothing: there is nothing to give back."""
+
+    def _logprobs(self, token_id: int, num_best: int) -> TokenLogprobs:
+        """Tell that all tokens are equally probable, the first one by rank the best."""
+        num_best = self.vocab_size if num_best == -1 else num_best
+        logprob = -math.log(self.vocab_size)
+        best = range(min(num_best, self.vocab_size))
+        return {i: (logprob, 1 + i) for i in (token_id, *best)}

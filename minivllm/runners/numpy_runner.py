@@ -5,20 +5,31 @@ Every array of a step can be printed: `runner.batch` is the last one's input and
 
 Called by the engine. Never imports torch.
 
-Source: chapter 3, "Paging"; chapter 4, "Continuous batching".
+Source: chapter 3, "Paging"; chapter 4, "Continuous batching"; appendix A14, "One
+    prompt, many answers".
 """
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from minivllm.models.spec import ModelSpec
 from minivllm.reference.decoder import NumpyDecoder
+from minivllm.reference.logprobs import logprobs_of
 from minivllm.reference.paged_attention import paged_attention, reshape_and_cache
-from minivllm.reference.sampler import sample
-from minivllm.request import ModelOutput, SchedulerOutput
+from minivllm.reference.sampler import edit, sample
+from minivllm.request import ModelOutput, Request, SchedulerOutput
 from minivllm.runners.attention_metadata import AttentionMetadata, Batch, make_batch
-from minivllm.runners.sampling_inputs import sampling_inputs, to_model_output
+from minivllm.runners.logprob_rows import (
+    LogprobRows,
+    add_answer_logprobs,
+    add_prompt_logprobs,
+    answer_rows,
+    entries_of,
+    prompt_rows,
+)
+from minivllm.runners.sampling_inputs import apply_logits_processors, to_model_output
 
 
 class PagedContext:
@@ -90,17 +101,20 @@ class NumpyRunner:
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Compute the tokens of a step, and sample where a request has caught up."""
         self.batch = batch = make_batch(step, self.block_size)
+        for block_id, copy in step.block_copies:
+            self.kv_cache[:, :, copy] = self.kv_cache[:, :, block_id]
         context = PagedContext(self.decoder.spec, self.kv_cache, batch.attention)
         hidden_states = self.decoder.forward(batch.input_ids, batch.positions, context)
-        requests = [step.requests[index] for index in batch.sampled]
-        if not requests:
-            return ModelOutput(sampled_token_ids={})
-        logits = self.decoder.compute_logits(hidden_states[batch.logits_indices])
-        self.logits = logits = logits[:, : self.vocab_size]
-        token_ids = sample(logits, *sampling_inputs(requests))
-        token_logits = logits[np.arange(len(requests)), token_ids]
-        results = (token_ids, token_logits, logits.max(axis=-1))
-        return to_model_output(requests, *(array.tolist() for array in results))
+        output = self._sample(
+            self.decoder.compute_logits(hidden_states[batch.logits_indices]),
+            [request for _, request in step.sampled()],
+        )
+        found = prompt_rows(step, batch.attention.query_start_loc, self.vocab_size)
+        for part in found.slices():
+            logits = self.decoder.compute_logits(hidden_states[part.rows])
+            numbers = self._logprobs(logits, np.array(part.token_ids), part)
+            add_prompt_logprobs(output, part, entries_of(part, *numbers))
+        return output
 
     def now(self) -> float:
         """Seconds on the machine's clock."""
@@ -109,3 +123,27 @@ class NumpyRunner:
     def close(self) -> None:
         """Give back the memory of model and cache."""
         self.decoder = self.kv_cache = self.batch = self.logits = None
+
+    def _sample(self, logits: np.ndarray, requests: Sequence[Request]) -> ModelOutput:
+        """Choose a token for each request from its scores, [num_sampled, ...]."""
+        self.logits = logits = logits[:, : self.vocab_size]
+        if not requests:
+            return ModelOutput(sampled_token_ids={})
+        edited, errors = apply_logits_processors(logits, requests)
+        edited = edit(edited, requests)
+        token_ids = sample(edited, requests)
+        token_logits = logits[np.arange(len(requests)), token_ids]
+        results = (token_ids, token_logits, logits.max(axis=-1), edited.max(axis=-1))
+        output = to_model_output(requests, *(r.tolist() for r in results), errors)
+        found = answer_rows(requests, self.vocab_size)
+        if found.rows:
+            numbers = self._logprobs(logits[found.rows], token_ids[found.rows], found)
+            add_answer_logprobs(output, found, entries_of(found, *numbers))
+        return output
+
+    def _logprobs(
+        self, logits: np.ndarray, token_ids: np.ndarray, found: LogprobRows
+    ) -> list[list[list[float]]]:
+        logits = logits[:, : self.vocab_size]
+        numbers = logprobs_of(logits, token_ids, found.max_best)
+        return [array.tolist() for array in numbers]

@@ -10,11 +10,12 @@ owner, would still be a NaN (0 * NaN).
 Called by the engine.
 
 In vLLM: vllm/v1/worker/gpu_model_runner.py (GPUModelRunner).
-Source: appendix A6, "The torch runner".
+Source: appendix A6, "The torch runner"; appendix A14, "One prompt, many answers".
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,24 @@ from minivllm.runners.attention_groups import (
     group_queries,
 )
 from minivllm.runners.attention_metadata import AttentionMetadata, make_batch
-from minivllm.runners.sampling_inputs import sampling_inputs, to_model_output
-from minivllm.sampling.sampler import sample
+from minivllm.runners.logprob_rows import (
+    MAX_ROWS,
+    LogprobRows,
+    add_answer_logprobs,
+    add_prompt_logprobs,
+    answer_rows,
+    entries_of,
+    prompt_rows,
+)
+from minivllm.runners.sampling_inputs import (
+    SamplingState,
+    apply_logits_processors,
+    to_model_output,
+)
+from minivllm.sampling.inputs import SamplingInputs
+from minivllm.sampling.logprobs import logprobs_of
+from minivllm.sampling.params import SamplingParams
+from minivllm.sampling.sampler import edit, sample
 
 MAX_SAMPLED = 256  # rows of scores that the memory of a GPU is reckoned for
 
@@ -107,10 +124,11 @@ class RunnerOps:
             op: choose_for(op, kv_cache, **sizes)
             for op in ("reshape_and_cache", "paged_attention", "prefill_attention")
         }
-        self.choices["argmax"] = choose("argmax", kv_cache.device.type, "float32")
+        for op in ("argmax", "draw"):
+            self.choices[op] = choose(op, kv_cache.device.type, "float32")
         chosen = [choice.backend.implementation for choice in self.choices.values()]
         self.reshape_and_cache, self.attention_of_one, *chosen = chosen
-        self.attention_of_many, self.argmax = chosen
+        self.attention_of_many, self.argmax, self.draw = chosen
 
     @property
     def max_ragged(self) -> int:
@@ -228,6 +246,7 @@ class TorchRunner:
             device=weight.device,
         )
         self.ops = RunnerOps(spec, self.kv_cache)
+        self.sampling = SamplingState(self.vocab_size)
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -236,60 +255,68 @@ class TorchRunner:
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Compute the tokens of a step, and sample where a request has caught up."""
-        requests, results = self.launch(step)
-        # The only place where the step waits for the device.
-        token_ids, token_logits, largest_logits = results.tolist()
+        launched = self.launch(step)
+        # The first of these waits for the device; the others only if asked for.
+        token_ids, *logits = launched.results.tolist()
         token_ids = [int(token_id) for token_id in token_ids]
-        return to_model_output(requests, token_ids, token_logits, largest_logits)
+        output = to_model_output(launched.requests, token_ids, *logits, launched.errors)
+        if launched.answers.rows:
+            entries = entries_of(launched.answers, *to_lists(launched.answer_logprobs))
+            add_answer_logprobs(output, launched.answers, entries)
+        for part, numbers in launched.prompts:
+            add_prompt_logprobs(output, part, entries_of(part, *to_lists(numbers)))
+        return output
 
     @torch.inference_mode()
-    def launch(self, step: SchedulerOutput) -> tuple[list[Request], Tensor]:
-        """Hand all work of a step to the device.
-
-        Returns:
-            The requests that were sampled; for each its token, the score of it and the
-            largest score, float64, [3, num_sampled], still on the device.
-        """
+    def launch(self, step: SchedulerOutput) -> "Launched":
+        """Hand all work of a step to the device."""
         batch = make_batch(step, self.block_size)
         metadata = batch.attention
-        requests = [step.requests[index] for index in batch.sampled]
-        inputs = [batch.input_ids, batch.positions, metadata.slot_mapping]
-        inputs += [begun_blocks(metadata), batch.logits_indices]
-        inputs += sampling_inputs(requests)
-        is_greedy = not inputs[-2].any()
+        requests = [request for _, request in step.sampled()]
+        sampling = self.sampling.inputs(requests)
+        answers = answer_rows(requests, self.vocab_size)
+        prompts = prompt_rows(step, metadata.query_start_loc, self.vocab_size)
         groups, places = group_queries(metadata, self.ops.max_ragged)
-        inputs.append(places)
+        inputs = [batch.input_ids, batch.positions, metadata.slot_mapping]
+        inputs += [begun_blocks(metadata), batch.logits_indices, places]
+        block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2)
+        inputs += [block_copies[:, 0], block_copies[:, 1]]
+        inputs += [np.array(x, dtype=np.int64) for x in (answers.rows, prompts.rows)]
+        inputs.append(np.array(prompts.token_ids, dtype=np.int64))
+        num_plain = len(inputs)
+        inputs += sampling.arrays()
+        num_sampling = len(inputs)
         for group in groups:
             inputs += [group.rows, group.positions, group.block_table]
-        (
-            input_ids,
-            positions,
-            slot_mapping,
-            begun,
-            logits_indices,
-            temperatures,
-            uniforms,
-            *grouping,
-        ) = to_device(inputs, self.device)
+        tensors = to_device(inputs, self.device)
+        input_ids, positions, slot_mapping, begun, logits_indices = tensors[:5]
+        places, sources, copies, answer_rows_, *prompt_tensors = tensors[5:num_plain]
+        sampling = sampling.on(tensors[num_plain:num_sampling])
+        grouping = [places, *tensors[num_sampling:]]
 
+        if copies.numel():  # before anything is written
+            blocks = self.kv_cache.index_select(2, sources)
+            self.kv_cache.index_copy_(2, copies, blocks)
         if begun.numel():
             self.kv_cache.index_fill_(2, begun, 0)
         context = PagedContext(
             self.decoder.spec, self.ops, self.kv_cache, slot_mapping, groups, grouping
         )
         hidden_states = self.decoder.forward(input_ids, positions, context)
-        if not requests:
-            return requests, hidden_states.new_empty((3, 0), dtype=torch.float64)
-        hidden_states = hidden_states.index_select(0, logits_indices)
-        logits = self.decoder.compute_logits(hidden_states)
-        logits = logits.narrow(1, 0, self.vocab_size)
-        largest, token_ids = self.ops.argmax(logits)
-        token_logits = largest
-        if not is_greedy:
-            token_ids = sample(logits, temperatures, uniforms)
-            token_logits = logits.gather(1, token_ids.unsqueeze(-1)).squeeze(-1)
-        results = (token_ids, token_logits, largest)
-        return requests, torch.stack([result.double() for result in results])
+        launched = Launched(requests, answers)
+        launched.prompts = self._prompt_logprobs(
+            hidden_states, prompts, *prompt_tensors
+        )
+        if requests:
+            logits = self._logits(hidden_states.index_select(0, logits_indices))
+            launched.results, launched.errors = self._sample(logits, requests, sampling)
+            if answers.rows:
+                launched.answer_logprobs = logprobs_of(
+                    logits.index_select(0, answer_rows_),
+                    launched.results.select(0, 0).index_select(0, answer_rows_).long(),
+                    answers.max_best,
+                )
+        return launched
 
     def now(self) -> float:
         """Seconds on the machine's clock."""
@@ -300,6 +327,43 @@ class TorchRunner:
         self.decoder = self.kv_cache = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """Return the scores of all tokens that may be chosen."""
+        logits = self.decoder.compute_logits(hidden_states)
+        return logits.narrow(1, 0, self.vocab_size)
+
+    def _sample(
+        self, logits: Tensor, requests: Sequence[Request], inputs: SamplingInputs
+    ) -> tuple[Tensor, dict[int, str]]:
+        """Choose a token for each request.
+
+        Returns:
+            The tokens, their scores, the largest score of each row and the largest of
+            the edited row, float64, [4, num_sampled]; by row, what went wrong.
+        """
+        edited, errors = apply_logits_processors(logits, requests)
+        edited = edit(edited, inputs)
+        largest_edited, token_ids = sample(
+            edited, inputs, self.ops.argmax, self.ops.draw
+        )
+        largest = largest_edited
+        if edited is not logits:
+            largest, _ = self.ops.argmax(logits)
+        token_logits = logits.gather(1, token_ids.unsqueeze(-1)).squeeze(-1)
+        results = (token_ids, token_logits, largest, largest_edited)
+        return torch.stack([result.double() for result in results]), errors
+
+    def _prompt_logprobs(
+        self, hidden_states: Tensor, found: LogprobRows, rows: Tensor, token_ids: Tensor
+    ) -> list[tuple[LogprobRows, tuple[Tensor, ...]]]:
+        """Compute what is asked of prompts, a part of the rows at a time."""
+        results = []
+        parts = (rows.split(MAX_ROWS), token_ids.split(MAX_ROWS))
+        for part, part_rows, part_ids in zip(found.slices(), *parts, strict=False):
+            logits = self._logits(hidden_states.index_select(0, part_rows))
+            results.append((part, logprobs_of(logits, part_ids, part.max_best)))
+        return results
 
 
 @torch.inference_mode()
@@ -321,7 +385,36 @@ def free_cuda_bytes(decoder: Decoder, share: float, max_num_tokens: int) -> int:
     positions = torch.arange(num_tokens, device=device)
     hidden_states = decoder(token_ids, positions, decoder.dense_context())
     logits = decoder.compute_logits(hidden_states[:MAX_SAMPLED])
-    ones = torch.ones(len(logits), dtype=torch.float64, device=device)
-    sample(logits, ones, ones / 2)
+    # With top_p, all scores are sorted: nothing takes more memory.
+    params = SamplingParams(top_p=0.5).filled({})
+    requests = [Request("", [0], 1, params, 1) for _ in range(len(logits))]
+    inputs = SamplingState(logits.shape[1]).inputs(requests)
+    sample(logits, inputs.on(to_device(inputs.arrays(), device)))
     needed = torch.cuda.max_memory_allocated(device) - held
     return int(share * total) - (total - free) - needed
+
+
+def to_lists(numbers: Sequence[Tensor]) -> list[Any]:
+    """Fetch tensors from the device, as lists."""
+    return [tensor.tolist() for tensor in numbers]
+
+
+@dataclass(slots=True)
+class Launched:
+    """What a step will bring; the numbers are still on the device.
+
+    Attributes:
+        requests: Those that get a token.
+        answers: Of these, which are asked for log-probabilities.
+        results: See `TorchRunner._sample`; [4, num_sampled] float64.
+        errors: By row, what went wrong in a logits processor.
+        answer_logprobs: See `logprobs_of`.
+        prompts: Rows of prompts, and the same of them.
+    """
+
+    requests: list[Request]
+    answers: LogprobRows
+    results: Tensor = field(default_factory=lambda: torch.empty(4, 0))
+    errors: dict[int, str] = field(default_factory=dict)
+    answer_logprobs: tuple[Tensor, ...] = ()
+    prompts: list[tuple[LogprobRows, tuple[Tensor, ...]]] = field(default_factory=list)

@@ -1,39 +1,102 @@
 """Choose the next tokens of a batch from their scores, on the device of the scores.
 
-The same choice as `minivllm.reference.sampler`, for many rows, without waiting for the
-device: what to do depends on shapes and arguments, never on a value.
+The same choice as `minivllm.reference.sampler`, for many rows at once, in float32.
+
+Invariant: a row depends on nothing but itself, and nothing waits for the device: what
+to do depends on shapes and arguments, never on a value.
+
+Called by the torch runner.
 
 In vLLM: vllm/v1/sample/sampler.py (Sampler).
-Source: appendix A6, "The torch runner".
+Source: appendix A6, "The torch runner"; appendix A12, "A sampler for a whole batch".
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from minivllm.ops.draw import draw as draw_in_torch
+from minivllm.sampling.inputs import SamplingInputs
+
+
+def largest_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest score of each row, and where it first stands."""
+    largest, token_ids = logits.max(dim=-1)
+    return largest, token_ids
+
 
 def sample(
-    logits: Tensor, temperatures: Tensor | None, uniforms: Tensor | None
-) -> Tensor:
-    """Return a token id for each row, [num_rows] int64.
+    logits: Tensor,
+    inputs: SamplingInputs,
+    argmax: Callable[[Tensor], tuple[Tensor, Tensor]] = largest_of,
+    draw: Callable[..., Tensor] = draw_in_torch,
+) -> tuple[Tensor, Tensor]:
+    """Choose a token for each row.
 
     Args:
-        logits: [num_rows, vocab_size], any float dtype; not changed.
-        temperatures: [num_rows] float64; 0 takes the best token. None if all are 0.
-        uniforms: A random number for each row, 0 <= u < 1, [num_rows] float64; None
-            if all temperatures are 0.
+        logits: Edited already, float32, [num_rows, vocab_size]; not changed.
+        inputs: On the same device.
+        argmax: What finds the best tokens.
+        draw: What draws tokens, a backend of the op.
+
+    Returns:
+        The largest score of each row, [num_rows] float32, and the token id, [num_rows]
+        int64. If the largest is not finite, the id may be any.
     """
-    best = logits.argmax(dim=-1)
-    if temperatures is None:
-        return best
-    temperatures = temperatures.unsqueeze(-1)
-    is_greedy = temperatures == 0
-    shifted = (logits - logits.amax(dim=-1, keepdim=True)).double()
-    shares = shifted.div_(temperatures.masked_fill(is_greedy, 1.0)).exp_()
-    ends = shares.cumsum_(dim=-1)
-    # A number of at most 1 - 2**-53 times the total is rounded to less than the total,
-    # so there always is a token whose stretch ends behind the point.
-    points = uniforms.unsqueeze(-1) * ends.narrow(1, ends.shape[1] - 1, 1)
-    drawn = torch.searchsorted(ends, points, right=True).squeeze(-1)
-    # Scores that are no numbers have no token: any id, the caller reports an error.
-    drawn = drawn.clamp_(max=logits.shape[-1] - 1)
-    return torch.where(is_greedy.squeeze(-1), best, drawn)
+    largest, token_ids = argmax(logits)
+    if not inputs.num_sampled:
+        return largest, token_ids
+    drawn = draw(
+        logits,
+        largest,
+        inputs.sampled_rows,
+        inputs.temperatures,
+        inputs.uniforms,
+        inputs.min_p,
+        inputs.top_k,
+        inputs.top_p,
+    )
+    return largest, token_ids.index_copy(0, inputs.sampled_rows, drawn)
+
+
+def edit(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Return the scores as each request wants them, [num_rows, vocab_size].
+
+    Args:
+        logits: float32, [num_rows, vocab_size]; not changed, but returned if there is
+            nothing to edit.
+        inputs: On the same device.
+    """
+    if not inputs.has_edits:
+        return logits
+    edited = logits.clone(memory_format=torch.contiguous_format)
+    flat = edited.view(-1)
+    if len(inputs.choosy_rows):
+        allowed = flat.take(inputs.allowed)
+        edited.index_fill_(0, inputs.choosy_rows, -torch.inf)
+        flat.index_copy_(0, inputs.allowed, allowed)
+    flat.index_fill_(0, inputs.banned, -torch.inf)
+    flat.index_add_(0, inputs.biased, inputs.biases.float())
+    if len(inputs.seen):
+        penalise(flat, inputs)
+    return edited
+
+
+def penalise(flat: Tensor, inputs: SamplingInputs) -> None:
+    """Change the scores of tokens that the text has, in place.
+
+    Args:
+        flat: [num_rows * vocab_size].
+        inputs: Says which, and how often the output has them.
+    """
+    names = ("repetition", "frequency", "presence")
+    repetition, frequency, presence = (
+        getattr(inputs, name).float().index_select(0, inputs.seen_rows)
+        for name in names
+    )
+    counts = inputs.seen_counts.float()
+    scores = flat.take(inputs.seen)
+    scores = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores = scores - frequency * counts - presence * (counts > 0)
+    flat.index_copy_(0, inputs.seen, scores)

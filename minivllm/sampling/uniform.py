@@ -6,7 +6,7 @@ preempted. A counter-based generator, as in Salmon et al. 2011, with a hash from
 standard library.
 
 In vLLM: vllm/v1/worker/gpu/sample/gumbel.py (murmur3_uniform64).
-Source: appendix A5, "Records".
+Source: appendix A5, "Records"; appendix A14, "One prompt, many answers".
 """
 
 import struct
@@ -22,3 +22,16 @@ def uniform(seed: int, position: int) -> float:
     """
     digest = blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Return the seed of one of several continuations of a prompt.
+
+    Args:
+        seed: Of the request; the first continuation (index 0) takes it as it is.
+        index: Number of the continuation.
+    """
+    if index == 0:
+        return seed
+    digest = blake2b(struct.pack("<QQ", seed, index), digest_size=8, person=b"seed")
+    return int.from_bytes(digest.digest(), "little")

@@ -84,6 +84,7 @@ def every_figure() -> dict[str, draw.Figure]:
         "tokens": draw.tokens(words, ids),
         "tokens of a request": draw.tokens(words, ids, num_prompt_tokens=2),
         "top tokens": draw.top_tokens(words, np.arange(float(size)), k=size),
+        "sampling": draw.sampling(words, np.arange(float(size)), num_tokens=size - 1),
         "table": draw.table([[text, 1] for text in hostile], [hostile[0], "n"], "<b>"),
         "block": draw.block(small_spec()),
         "attention": draw.attention(causal(size), names, title="<b>layer</b>"),

