@@ -445,7 +445,6 @@ print(np.flatnonzero(logits == 0), "torch" in sys.modules)
     assert result.stdout == "[97] False\n"
 
 
-@pytest.mark.slow
 def test_fifty_of_fifty_answers_of_smollm2_are_json_that_satisfies_the_schema(
     smollm2_dir,
 ):

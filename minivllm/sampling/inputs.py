@@ -10,10 +10,20 @@ Source: appendix A6, "The torch runner"; appendix A12, "A sampler for a whole ba
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+
+
+def no_ids() -> np.ndarray:
+    """Return no integers."""
+    return np.empty(0, dtype=np.int64)
+
+
+def no_values() -> np.ndarray:
+    """Return no numbers."""
+    return np.empty(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +56,20 @@ class SamplingInputs:
     sampled_rows: Any
     temperatures: Any
     uniforms: Any
-    min_p: Any
-    top_k: Any
-    top_p: Any
-    choosy_rows: Any
-    allowed: Any
-    banned: Any
-    biased: Any
-    biases: Any
-    seen: Any
-    seen_rows: Any
-    seen_counts: Any
-    repetition: Any
-    frequency: Any
-    presence: Any
+    min_p: Any = field(default_factory=no_values)
+    top_k: Any = field(default_factory=no_ids)
+    top_p: Any = field(default_factory=no_values)
+    choosy_rows: Any = field(default_factory=no_ids)
+    allowed: Any = field(default_factory=no_ids)
+    banned: Any = field(default_factory=no_ids)
+    biased: Any = field(default_factory=no_ids)
+    biases: Any = field(default_factory=no_values)
+    seen: Any = field(default_factory=no_ids)
+    seen_rows: Any = field(default_factory=no_ids)
+    seen_counts: Any = field(default_factory=no_ids)
+    repetition: Any = field(default_factory=no_values)
+    frequency: Any = field(default_factory=no_values)
+    presence: Any = field(default_factory=no_values)
 
     @property
     def num_sampled(self) -> int:
