@@ -109,5 +109,5 @@ else
 endif
 
 .venv/test.stamp: .venv/torch.stamp .venv/book.stamp
-	$(PIP) install -q -c .venv/constraints.txt -e ".[torch,book,test]"
+	$(PIP) install -q -c .venv/constraints.txt -e ".[torch,grammar,book,test]"
 	@touch $@

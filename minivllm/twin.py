@@ -146,7 +146,12 @@ class Recorded:
             request_id=name,
             token_ids=list(self.prompt_token_ids),
             num_prompt_tokens=len(self.prompt_token_ids),
-            sampling_params=replace(self.sampling_params.filled(defaults), n=1),
+            sampling_params=replace(
+                self.sampling_params.filled(defaults),
+                n=1,
+                logprobs=None,
+                prompt_logprobs=None,
+            ),
             max_tokens=len(self.token_ids),
             stop_token_ids=self.stop_token_ids,
             priority=self.priority,

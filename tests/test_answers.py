@@ -15,7 +15,7 @@ from minivllm.sampling.params import SamplingParams
 from minivllm.text.tokenizer import Tokenizer
 from tests.engine_tools import assert_all_free, run_all
 from tests.tiny_folder import EOS, write_parrot
-from tests.tiny_tokenizers import byte_level, load
+from tests.tiny_tokenizers import byte_level, load, sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +385,7 @@ def forbids_all(output_token_ids, logits):
     ("processor", "message"),
     [
         (broken, "a logits processor failed: KeyError: 'no such word'"),
-        (misshapen, r"of shape (torch.Size\()?.3.*, but must return None or"),
+        (misshapen, r"returned shape \(3,\), but must return None or"),
         (forbids_all, "the parameters leave no token to choose"),
     ],
 )
@@ -425,3 +425,19 @@ def test_a_processor_with_a_state_gets_a_fresh_one_for_each_answer(folder, backe
         for _ in range(2):
             [output] = llm.generate([[*b"hi"]], params)
             assert [answer.text for answer in output.outputs] == ["ABC"] * 3
+
+
+def test_bad_words_are_banned_in_every_spelling_and_nothing_else(
+    tokenizer, tmp_path_factory
+):
+    engine = engine_that_says(tokenizer, b"")
+    request = engine.make_request("x", [1], SamplingParams(bad_words=["\n", "ab"]))
+    assert request.bad_words == ((10,), (97, 98), (32, 97, 98))
+    pieces = load(
+        sentencepiece({"▁": -1.0, "!": -2.0, "▁!": -3.0}),
+        tmp_path_factory.mktemp("pieces"),
+    )
+    engine = engine_that_says(pieces, [])
+    request = engine.make_request("x", [1], SamplingParams(bad_words=["!"]))
+    texts = {pieces.decode([5, *ids]) for ids in request.bad_words}
+    assert {text.lstrip("\x02") for text in texts} >= {"!", " !"}

@@ -346,3 +346,48 @@ def test_statuses_of_followers_are_those_of_requests():
     assert follower.status is RequestStatus.RUNNING
     assert follower.num_computed_tokens == 3 and follower.num_tokens == 4
     run_all(engine)
+
+
+# --- Functions of the user's ---
+
+
+class Clumsy:
+    """A logits processor whose second fresh copy fails."""
+
+    num_copies = 0
+
+    def fresh(self):
+        self.num_copies += 1
+        if self.num_copies == 2:
+            raise OSError("no more copies")
+        return self
+
+    def __call__(self, output_token_ids, logits):
+        pass
+
+
+def test_a_processor_that_cannot_be_copied_is_refused_before_anything_starts():
+    engine = LLMEngine(FakeRunner())
+    params = answers(2, logits_processors=[Clumsy()])
+    with pytest.raises(RequestError, match=r"no fresh copy \(OSError: no more"):
+        engine.add_request("a", [1], params)
+    assert not engine.has_unfinished_requests()
+    params.logits_processors[0].fresh = lambda: None
+    with pytest.raises(RequestError, match="returned None, but must return a function"):
+        engine.add_request("a", [1], params)
+
+
+def test_a_follower_that_was_interrupted_goes_on_with_its_second_token():
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], answers(3))
+    original = engine.scheduler._take_tokens
+
+    def interrupted(request, model_output):
+        original(request, model_output)
+        raise KeyboardInterrupt  # after one follower, before its leader
+
+    engine.scheduler._take_tokens = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.scheduler._take_tokens = original
+    assert token_ids(run_all(engine)["a"]) == expected([1, 2, 3], 3)

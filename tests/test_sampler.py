@@ -778,3 +778,10 @@ def test_wrong_arguments_never_reach_c(compiled_draw):
     ):
         with pytest.raises(AssertionError):
             compiled_draw(*good[:place], bad, *good[place + 1 :])
+
+
+def test_the_smallest_top_p_keeps_the_best_token():
+    logits = np.log(np.array([[0.3, 0.4, 0.3]], dtype=np.float32))
+    for params in ({}, {"top_k": 2}, {"min_p": 0.1}):
+        request = make_request(top_p=5e-324, seed=1, **params)
+        assert sample_both(logits, [request]) == [1]

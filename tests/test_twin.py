@@ -382,3 +382,17 @@ def test_the_public_name_stays_a_function():
         cwd=Path(__file__).parents[1],
     )
     assert run.stdout == "True\n", run.stderr
+
+
+def test_logprobs_of_the_recording_are_no_hindrance(decoder):
+    def boost(output_token_ids, logits):
+        logits[5] += 100
+
+    engine = make_engine(decoder)
+    records = []
+    engine.listeners.append(records.append)
+    params = replace(GREEDY, logits_processors=[boost], logprobs=2, prompt_logprobs=1)
+    engine.add_request("a", [1, 2], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert replay((describe_engine(engine), records), decoder).num_guided == 8

@@ -233,7 +233,8 @@ class LLMEngine:
         state = RequestState(
             request.request_id, prompt, request.prompt_token_ids, continuations=[]
         )
-        for member in [request, *self._make_followers(request)]:
+        for member in [request, *request.followers]:
+            member.seed = seed_of(request.seed, member.index)
             member.arrival = self._num_requests
             member.arrival_time = arrival_time
             self._num_requests += 1
@@ -343,7 +344,7 @@ class LLMEngine:
         if self.tokenizer and not params.ignore_eos:
             stop_token_ids |= self.tokenizer.eos_token_ids
         wants_prompt = params.prompt_logprobs is not None
-        return Request(
+        request = Request(
             request_id=request_id,
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
@@ -360,6 +361,8 @@ class LLMEngine:
             logits_processors=self._make_processors(params),
             prompt_logprobs=[None] * len(token_ids) if wants_prompt else None,
         )
+        request.followers = self._make_followers(request)
+        return request
 
     def _encode(self, prompt: str | Iterable[int]) -> Iterable[int]:
         if not isinstance(prompt, str):
@@ -517,13 +520,12 @@ class LLMEngine:
             )
 
     def _make_followers(self, leader: Request) -> list[Request]:
-        """Return the other continuations of a prompt, each with a seed of its own."""
-        leader.followers = [
+        """Return the other continuations of a prompt."""
+        return [
             replace(
                 leader,
                 request_id=follower_id(leader.request_id, index),
                 token_ids=list(leader.token_ids),
-                seed=seed_of(leader.seed, index),
                 index=index,
                 leader=leader,
                 followers=[],
@@ -533,7 +535,6 @@ class LLMEngine:
             )
             for index in range(1, leader.sampling_params.n)
         ]
-        return leader.followers
 
     def _write(self, continuation: Continuation, new_token_ids: list[int]) -> list[int]:
         """Turn new tokens into text; end the request where a stop text is complete.
@@ -582,7 +583,22 @@ class LLMEngine:
 
 def fresh(processor: Callable[..., Any]) -> Callable[..., Any]:
     """Return a logits processor for one continuation; one with a state starts anew."""
-    return processor.fresh() if hasattr(processor, "fresh") else processor
+    make = getattr(processor, "fresh", None)
+    if not callable(make):
+        return processor
+    try:
+        new = make()
+    except Exception as error:  # whatever code of the user's can raise
+        raise RequestError(
+            f"a logits processor has no fresh copy ({type(error).__name__}: {error}): "
+            "correct its method fresh"
+        ) from error
+    if not callable(new):
+        raise RequestError(
+            f"fresh() of a logits processor returned {new!r:.80}, but must return a "
+            "function"
+        )
+    return new
 
 
 def follower_id(request_id: str, index: int) -> str:
@@ -592,10 +608,17 @@ def follower_id(request_id: str, index: int) -> str:
 
 def spellings_of(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Return the tokens of a word at the beginning of a text, and behind a space."""
-    spellings = (
-        tuple(tokenizer.encode(text, add_special_tokens=False))
-        for text in (word, f" {word.lstrip()}")
-    )
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    texts = [word] if word[0].isspace() else [word, f" {word}"]
+    spellings = list(map(encode, texts))
+    if tokenizer.spelling.strips_leading_space:
+        # Encoding puts a space in front of a text; in the middle there is none.
+        start, whole = encode("\n"), encode(f"\n{word}")
+        if whole[: len(start)] == start:
+            spellings.append(whole[len(start) :])
     return [spelling for spelling in dict.fromkeys(spellings) if spelling]
 
 

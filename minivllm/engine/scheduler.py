@@ -295,7 +295,7 @@ class Scheduler:
             self._stop_running(request)
 
     def restart(self) -> None:
-        """Let all requests start over, after an interrupt at any place of a step."""
+        """Let all requests start over, after an interrupt while a step is computed."""
         self.block_manager.rollback()
         self.waiting = list(dict.fromkeys([*self.waiting, *self.running]))
         self.running = []
@@ -335,7 +335,12 @@ class Scheduler:
         num_computed = request.num_computed_tokens + num_new
         is_first = num_computed == request.num_tokens and not request.num_output_tokens
         if request.followers and is_first:
-            followers = [r for r in request.followers if not r.status.is_finished]
+            # One that has a token already has started, and was interrupted.
+            followers = [
+                r
+                for r in request.followers
+                if not (r.status.is_finished or r.num_output_tokens)
+            ]
             if chosen := followers[: max(0, self._num_places(plan))]:
                 plan.followers[request.request_id] = chosen
 

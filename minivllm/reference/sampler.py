@@ -102,8 +102,8 @@ def keep_top_p(
     kept = probabilities.copy()
     if top_p < 1:
         ends = probabilities[order].cumsum()
-        before = np.concatenate([[0], ends[:-1]])
-        kept[order[before >= top_p * ends[-1]]] = 0
+        # The first token stays, however small top_p is.
+        kept[order[1:][ends[:-1] >= top_p * ends[-1]]] = 0
     return kept
 
 

@@ -267,7 +267,7 @@ def apply_logits_processors(
         try:
             edited[index] = process_row(logits[index] + 0, request)
         # Foreign code may raise anything, and its neighbours must not suffer.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             errors[index] = (
                 f"a logits processor failed: {type(error).__name__}: {error}"
             )

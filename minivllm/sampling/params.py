@@ -8,7 +8,6 @@ In vLLM: vllm/sampling_params.py (SamplingParams).
 Source: appendix A5, "Records"; appendix A11, "Sampling parameters".
 """
 
-import copy
 import difflib
 import enum
 import functools
@@ -357,6 +356,13 @@ def _as_biases(biases: Any) -> Any:
     }
 
 
+def _as_schema(schema: Any) -> Any:
+    try:
+        return json.loads(json.dumps(schema)) if isinstance(schema, dict) else schema
+    except (TypeError, ValueError, RecursionError):
+        return schema  # the rule refuses it
+
+
 # Name -> how its value becomes one that belongs to the parameters alone.
 _COPIES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("bad_words", "stop_token_ids", "logits_processors"), _as_tuple),
@@ -366,7 +372,7 @@ _COPIES: dict[str, Callable[[Any], Any]] = {
     ),
     "stop": lambda stop: (stop,) if isinstance(stop, str) else _as_tuple(stop),
     "logit_bias": _as_biases,
-    "guided_json": copy.deepcopy,
+    "guided_json": _as_schema,
 }
 
 
