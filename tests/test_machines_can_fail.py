@@ -35,7 +35,7 @@ def forget_that_a_preempted_request_has_nothing(monkeypatch):
 
 def forget_the_text_before_a_block(monkeypatch):
     def same_tokens(self, other):
-        return self.token_ids == other.token_ids
+        return other is not None and self.token_ids == other.token_ids
 
     monkeypatch.setattr(BlockKey, "__eq__", same_tokens)
     monkeypatch.setattr(BlockKey, "__hash__", lambda self: hash(self.token_ids))
