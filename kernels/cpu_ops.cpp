@@ -731,7 +731,8 @@ struct Row {
   double masses[BUCKETS];
 
   // What is farther from the best than FAR has, all together, less than 2^-53 of the
-  // probability, so no number falls on it. It is left out.
+  // probability. It is left out. At most about one draw in 2^53 misses it: the numbers
+  // are multiples of 2^-53, and 0 would choose the first token, however improbable.
   void fill(const float* from, int64_t num, float best, double warmth) {
     scores = from, size = num, top = best;
     temperature = warmth > COLDEST ? float(warmth) : COLDEST;

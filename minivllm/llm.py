@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.config import DEFAULT_MODEL
-from minivllm.engine.engine import LLMEngine
+from minivllm.engine.engine import LLMEngine, check_max_logprobs
 from minivllm.engine.scheduler import Policy, find_policy
 from minivllm.engine.trace import TraceWriter, check_trace_path, describe_engine
 from minivllm.errors import ConfigError, MinivllmError, RequestError
+from minivllm.interrupts import HeldInterrupts
 from minivllm.loading.hub import resolve_model
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.request import Request
@@ -39,11 +40,13 @@ from minivllm.sampling.params import DEFAULT_MAX_TOKENS, SamplingParams
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
+WAIT_S = 0.1  # after so long, whoever waits looks whether Ctrl-C was pressed
+
 OPTIONS = (
     *("model", "backend", "dtype", "device", "block_size", "num_blocks"),
     *("kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs"),
-    *("max_num_batched_tokens", "max_model_len", "enable_prefix_caching"),
-    *("policy", "seed", "trace"),
+    *("max_num_batched_tokens", "max_model_len", "max_logprobs"),
+    *("enable_prefix_caching", "policy", "seed", "trace"),
 )
 
 
@@ -64,6 +67,7 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
+        max_logprobs: int = 20,
         enable_prefix_caching: bool = True,
         policy: str | Policy = "mixed",
         seed: int = 0,
@@ -88,6 +92,8 @@ class LLM:
             max_model_len: Tokens of a request at most, prompt and answer together, by
                 default the smaller of 4,096 and what the model was trained for.
                 Rounded down to full blocks.
+            max_logprobs: What `logprobs` and `prompt_logprobs` of a request may be at
+                most; -1 for no limit.
             enable_prefix_caching: Whether equal beginnings of prompts are computed
                 once.
             policy: "mixed", "prefill_first", "decode_first", "priority", "shortest".
@@ -118,6 +124,7 @@ class LLM:
             max_model_len=max_model_len,
         )
         find_policy(policy)  # before the model is loaded
+        check_max_logprobs(max_logprobs)
         if trace is not None:
             check_trace_path(trace)
         sampling_defaults: dict[str, Any] = {}
@@ -137,16 +144,17 @@ class LLM:
             policy=policy,
             seed=seed,
             sampling_defaults=sampling_defaults,
+            max_logprobs=max_logprobs,
         )
         self._trace: TraceWriter | None = None
         if trace is not None:
             self._trace = TraceWriter(trace, describe_engine(self.engine, self.model))
             self.engine.listeners.append(self._trace)
         self._turn = threading.Condition()  # guards all below, and the engine
-        self._is_stepping = False
+        self._stepper: int | None = None  # the thread that makes a step, if any does
         self._is_closed = False
         self._to_do: list[Callable[[], None]] = []  # for the end of the running step
-        self._mailboxes: dict[str, list[RequestOutput]] = {}
+        self._mailboxes: dict[str, list[RequestOutput | Exception]] = {}
         self._num_requests = 0
 
     def generate(
@@ -263,9 +271,10 @@ class LLM:
 
         Calls that wait in other threads end with a MinivllmError.
         """
-        with self._turn:
+        self._check_outside()
+        with HeldInterrupts(), self._turn:
             self._is_closed = True  # nobody begins another step
-            self._turn.wait_for(lambda: not self._is_stepping)
+            self._turn.wait_for(lambda: self._stepper is None)
             self.engine.runner.close()
             if self._trace is not None:
                 self._trace.close()
@@ -295,11 +304,12 @@ class LLM:
         default_max_tokens: int | None,
     ) -> list[Request]:
         """Check all requests of a call before any of them starts."""
+        self._check_outside()
         self._check_open()
         params = one_for_each("sampling_params", sampling_params, len(prompts))
         priorities = one_for_each("priority", priority, len(prompts))
         salts = one_for_each("cache_salt", cache_salt, len(prompts))
-        with self._turn:
+        with HeldInterrupts(), self._turn:
             first = self._num_requests
             self._num_requests += len(prompts)
         requests = []
@@ -353,56 +363,74 @@ class LLM:
         self, requests: Sequence[Request], prompts: Sequence[str | None]
     ) -> Iterator[RequestOutput]:
         """Start requests and yield their outputs until all have finished."""
-        mailbox: list[RequestOutput] = []
+        mailbox: list[RequestOutput | Exception] = []
         unfinished = {request.request_id for request in requests}
 
         def start() -> None:
-            for request, prompt in zip(requests, prompts, strict=True):
-                self.engine.submit(request, prompt)
-                self._mailboxes[request.request_id] = mailbox
+            try:
+                for request, prompt in zip(requests, prompts, strict=True):
+                    self.engine.submit(request, prompt)
+                    self._mailboxes[request.request_id] = mailbox
+            except Exception as error:  # ours, even if another caller's thread is here
+                mailbox.append(error)
 
         try:
             self._do(start)
             while unfinished:
                 for output in self._wait_for(mailbox):
+                    if isinstance(output, Exception):
+                        raise output
                     if output.finished:
                         unfinished.discard(output.request_id)
                     yield output
         finally:  # Ctrl-C, or the caller has dropped the stream
-            for request_id in unfinished:
-                self.abort(request_id)
+            with HeldInterrupts():
+                for request_id in unfinished:
+                    self.abort(request_id)
 
     def _do(self, command: Callable[[], None]) -> None:
         """Change the engine between two steps: now, or after the one that runs."""
-        with self._turn:
-            if self._is_stepping:
+        with HeldInterrupts(), self._turn:
+            if self._stepper is not None:
                 self._to_do.append(command)
             elif not self._is_closed:
                 command()
 
-    def _wait_for(self, mailbox: list[RequestOutput]) -> list[RequestOutput]:
+    def _wait_for(
+        self, mailbox: list[RequestOutput | Exception]
+    ) -> list[RequestOutput | Exception]:
         """Empty a mailbox; if there is nothing in it, make steps until there is."""
+        self._check_outside()
         while True:
-            is_mine, outputs = False, []
-            try:
-                with self._turn:
-                    self._turn.wait_for(lambda: mailbox or not self._is_stepping)
-                    if mailbox:
-                        outputs = mailbox.copy()
-                        mailbox.clear()
-                        return outputs
-                    self._check_open()
-                    assert self.engine.has_unfinished_requests(), "a request was lost"
-                    self._is_stepping = is_mine = True
-                outputs = self.engine.step()
-            finally:  # Ctrl-C may come anywhere: the turn is given back in any case
-                if is_mine:
-                    self._end_turn(outputs)
+            with HeldInterrupts():
+                if mail := self._take_turn(mailbox):
+                    return mail
+
+    def _take_turn(
+        self, mailbox: list[RequestOutput | Exception]
+    ) -> list[RequestOutput | Exception]:
+        """Empty a mailbox; if there is nothing in it, make a step or wait for one."""
+        outputs: list[RequestOutput] = []
+        try:
+            with self._turn:
+                self._turn.wait_for(lambda: mailbox or self._stepper is None, WAIT_S)
+                if mailbox or self._stepper is not None:
+                    mail = mailbox.copy()
+                    mailbox.clear()
+                    return mail
+                self._check_open()
+                assert self.engine.has_unfinished_requests(), "a request was lost"
+                self._stepper = threading.get_ident()
+            outputs = self.engine.step()
+        finally:  # the turn is given back in any case
+            if self._stepper == threading.get_ident():
+                self._end_turn(outputs)
+        return []
 
     def _end_turn(self, outputs: Iterable[RequestOutput]) -> None:
         """Hand out what a step has brought, do what was put off, wake the others."""
-        with self._turn:
-            self._is_stepping = False
+        with HeldInterrupts(), self._turn:
+            self._stepper = None
             try:
                 self._deliver(outputs)
                 while self._to_do:
@@ -421,6 +449,15 @@ class LLM:
     def _check_open(self) -> None:
         if self._is_closed:
             raise MinivllmError("this LLM is closed: make a new one")
+
+    def _check_outside(self) -> None:
+        """Refuse a call from the middle of a step, which would wait for itself."""
+        if self._stepper == threading.get_ident():
+            raise MinivllmError(
+                "this LLM was called from inside its own step, by a logits processor "
+                "or a listener, and would wait for itself: call it before or after the "
+                "step, or use another LLM"
+            )
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -135,6 +135,17 @@ class Recorded:
         """Tokens of the prompt and the answer."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
+    def guess_ends(self, eos_token_ids: Iterable[int]) -> None:
+        """Say which tokens may end the answer, and may not before `min_tokens`.
+
+        Args:
+            eos_token_ids: Of the model.
+        """
+        params = self.sampling_params
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        # One in the middle of the answer has not ended it: the engine was another one.
+        self.stop_token_ids = frozenset(ends.difference(self.token_ids[:-1]))
+
     def as_request(self, name: str, defaults: Mapping[str, Any]) -> Request:
         """Return the request, to be answered with as many tokens as were recorded.
 
@@ -323,6 +334,7 @@ def replay(
         model: A short name, a folder, a .gguf file, a hub id or a NumPy decoder; by
             default the model that a trace names.
         sampling_params: For outputs, what `generate` got: one for all, or one for each.
+            A decoder does not know the end tokens that `min_tokens` bans; a name does.
         kv_cache_memory_bytes: Size of the twin's KV cache at most, unless a single
             request needs more. With less than was recorded, the steps differ; the
             tokens do not depend on them.
@@ -358,9 +370,11 @@ def replay(
             "the recording has no answer of at least 1 token, so there is nothing to "
             "compare: record while the engine generates"
         )
-    decoder, vocab_size, defaults = load_twin(model, header)
+    decoder, vocab_size, defaults, eos_token_ids = load_twin(model, header)
     for request in requests:
         check_token_ids([*request.prompt_token_ids, *request.token_ids], vocab_size)
+        if isinstance(trace[0], RequestOutput):  # a record says what ends a request
+            request.guess_ends(eos_token_ids)
     recorded = {str(number): request for number, request in enumerate(requests)}
     settings = {name: header.get(name, value) for name, value in DEFAULTS.items()}
     block_size = settings.pop("block_size")
@@ -390,12 +404,13 @@ def replay(
 
 def load_twin(
     model: str | Path | NumpyDecoder | None, header: Mapping[str, Any]
-) -> tuple[NumpyDecoder, int, dict[str, Any]]:
+) -> tuple[NumpyDecoder, int, dict[str, Any], frozenset[int]]:
     """Load the model in float32.
 
     Returns:
-        The decoder, how many token ids may be chosen, and what the model recommends
-        for sampling parameters that are unset.
+        The decoder, how many token ids may be chosen, what the model recommends for
+        sampling parameters that are unset, and its end tokens: none if the recording
+        has a header, or the model is a decoder.
     """
     model = header.get("model") if model is None else model
     if model is None:
@@ -405,10 +420,13 @@ def load_twin(
         )
     vocab_size = header.get("vocab_size")
     defaults: dict[str, Any] = {}
+    eos_token_ids: frozenset[int] = frozenset()
     if isinstance(model, str | Path):
         folder = resolve_model(model, progress=True)
         decoder = load_model(folder, backend="numpy")
-        vocab_size = vocab_size or Tokenizer.from_dir(folder).vocab_size
+        if vocab_size is None:
+            tokenizer = Tokenizer.from_dir(folder)
+            vocab_size, eos_token_ids = tokenizer.vocab_size, tokenizer.eos_token_ids
         defaults = read_sampling_defaults(folder)
     elif isinstance(model, NumpyDecoder):
         decoder = model
@@ -423,7 +441,7 @@ def load_twin(
             f"the recording chose among {vocab_size:,} tokens, but this model scores "
             f"{known:,}: give the model that it was recorded with"
         )
-    return decoder, vocab_size or known, defaults
+    return decoder, vocab_size or known, defaults, eos_token_ids
 
 
 def count_blocks(

@@ -55,10 +55,10 @@ def edit_both(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
     before = logits.copy()
     expected = reference.edit(logits, requests)
     inputs = tensor_inputs(requests, logits.shape[1])
-    edited = sampler.edit(torch.from_numpy(logits), inputs).numpy()
-    np.testing.assert_array_equal(edited, expected)
+    with sampler.edited(torch.from_numpy(logits), inputs) as edited:
+        np.testing.assert_array_equal(edited.numpy(), expected)
+        assert edited.numpy().dtype == expected.dtype == np.float32
     np.testing.assert_array_equal(logits, before)
-    assert edited.dtype == expected.dtype == np.float32
     return expected
 
 
@@ -73,11 +73,12 @@ def sample_torch(
     if numbers is not None:
         uniforms = torch.tensor(numbers, dtype=torch.float64)[inputs.sampled_rows]
         inputs = dataclasses.replace(inputs, uniforms=uniforms)
-    edited = sampler.edit(torch.from_numpy(logits), inputs)
-    before = edited.clone()
-    largest, token_ids = sampler.sample(edited, inputs, draw=draw)
-    torch.testing.assert_close(edited, before, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(largest, edited.amax(-1), rtol=0, atol=0, equal_nan=True)
+    wanted = {"rtol": 0, "atol": 0, "equal_nan": True}
+    with sampler.edited(torch.from_numpy(logits), inputs) as edited:
+        before = edited.clone()
+        largest, token_ids = sampler.sample(edited, inputs, draw=draw)
+        torch.testing.assert_close(edited, before, **wanted)
+    torch.testing.assert_close(largest, before.amax(-1), **wanted)
     return token_ids.tolist()
 
 

@@ -198,6 +198,8 @@ def test_special_tokens_are_shown_only_if_asked(tokenizer):
         ({"allowed_token_ids": [2, 5000]}, "allowed_token_ids holds 5000"),
         ({"stop_token_ids": [1000]}, "stop_token_ids holds 1000"),
         ({"min_tokens": 17}, "min_tokens is 17, but must be at most max_tokens, .* 16"),
+        ({"logprobs": 21}, "logprobs is 21, which is 21 tokens .* max_logprobs is 20:"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is -1, which is 1,000 tokens"),
     ],
 )
 def test_the_impossible_is_refused_and_the_neighbour_untouched(params, message):
@@ -206,6 +208,24 @@ def test_the_impossible_is_refused_and_the_neighbour_untouched(params, message):
     with pytest.raises(RequestError, match=message):
         engine.add_request("a", [1], SamplingParams(**params))
     assert run_all(engine)["b"].outputs[0].token_ids == [5] * 16
+
+
+@pytest.mark.parametrize(
+    ("max_logprobs", "legal", "illegal"), [(20, 20, 21), (0, 0, 1), (30, 30, -1)]
+)
+def test_the_engine_limits_how_many_logprobs_there_are(max_logprobs, legal, illegal):
+    engine = LLMEngine(FakeRunner(vocab_size=40), max_logprobs=max_logprobs)
+    engine.add_request("a", [1], SamplingParams(logprobs=legal, prompt_logprobs=legal))
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(RequestError, match=f"^{name} is {illegal}, "):
+            engine.add_request("b", [1], SamplingParams(**{name: illegal}))
+    assert run_all(engine).keys() == {"a"}
+
+
+def test_without_a_limit_all_tokens_have_logprobs():
+    with LLM(backend="fake", max_logprobs=-1) as llm:
+        [output] = llm.generate([1, 2], SamplingParams(max_tokens=1, logprobs=-1))
+    assert len(output.outputs[0].logprobs[0]) == llm.engine.runner.vocab_size
 
 
 # --- LLM ---
@@ -384,9 +404,9 @@ def forbids_all(output_token_ids, logits):
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
-        (broken, "a logits processor failed: KeyError: 'no such word'"),
+        (broken, "the logits processor broken failed: KeyError: 'no such word'"),
         (misshapen, r"returned shape \(3,\), but must return None or"),
-        (forbids_all, "the parameters leave no token to choose"),
+        (forbids_all, "leave no token to choose: let logits_processors leave at"),
     ],
 )
 def test_a_processor_that_fails_ends_its_own_request_only(

@@ -376,6 +376,9 @@ def test_the_tree_of_tokens_is_built_once_and_goes_with_its_tokenizer(
         ({"guided_grammar": "word: /a/"}, "no start rule"),
         ({"guided_grammar": "start: word"}, "unknown name"),
         ({"guided_choice": ["a", "\ud800"]}, "hex escape"),
+        ({"guided_regex": r"[^\s\S]"}, "no token of this model may come next"),
+        ({"guided_regex": r"a[^\s\S]"}, "no token of this model may come next"),
+        ({"guided_grammar": 'start: start "a"'}, "no token of this model may come"),
     ],
 )
 def test_a_guide_that_cannot_be_followed_is_refused_with_the_reason(
@@ -384,6 +387,19 @@ def test_a_guide_that_cannot_be_followed_is_refused_with_the_reason(
     (name,) = guide
     with pytest.raises(RequestError, match=rf"{name} is (.|\n)*{reason}"):
         processor_of(tokenizer, **guide)
+
+
+def test_ten_thousand_choices_are_not_too_many(tokenizer):
+    choices = [f"{n:05d}" for n in range(10_000)]
+    processor = processor_of(tokenizer, guided_choice=choices)
+    output = encode_bytes(tokenizer, "09999")
+    digits = {*encode_bytes(tokenizer, "0123456789")}
+    for place in range(1, 5):
+        allowed = allowed_by(processor, output[:place], tokenizer.vocab_size)
+        assert digits <= allowed
+        assert b"".join(map(tokenizer.token_bytes, allowed)).isdigit()
+    allowed = allowed_by(processor, output, tokenizer.vocab_size)
+    assert allowed == tokenizer.eos_token_ids
 
 
 def test_without_a_guide_there_is_nothing_to_do():

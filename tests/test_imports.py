@@ -17,6 +17,7 @@ PACKAGE = Path(minivllm.__file__).parent
 LAYERS = {
     "errors": set(),
     "config": {"errors"},
+    "interrupts": set(),
     "json_files": {"errors"},
     "text": {"errors", "json_files"},
     "ops": {"errors", "config", "__init__"},
@@ -33,8 +34,8 @@ LAYERS = {
     },
     "engine": {"errors", "text", "sampling", "request", "outputs", "runners"},
     "llm": {
-        *("errors", "config", "loading", "sampling", "request", "outputs"),
-        *("runners", "engine"),
+        *("errors", "config", "interrupts", "loading", "sampling", "request"),
+        *("outputs", "runners", "engine"),
     },
     "twin": {
         *("errors", "text", "reference", "loading", "sampling", "request", "outputs"),

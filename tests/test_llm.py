@@ -535,6 +535,60 @@ def test_a_bug_in_a_step_reaches_its_caller_and_leaves_the_door_open(fake):
     assert_all_free(fake.engine)
 
 
+def test_an_error_of_a_request_reaches_its_caller_and_not_who_makes_the_step(fake):
+    fake.engine.add_request("1", [5], up_to(30))  # a name that the LLM will want
+    steps = pause_step(fake, 1, lambda: fake._to_do)
+    answers, errors = [], []
+
+    def ask():
+        answers.append(tokens_of(fake.generate([[7, 8]], up_to(5))))
+
+    def ask_in_vain():
+        while not steps:  # the step of the other one runs, and waits for this one
+            time.sleep(0.001)
+        with pytest.raises(RequestError) as caught:
+            fake.generate([[1], [2]], up_to(5))
+        errors.append(str(caught.value))
+
+    run_threads(ask, ask_in_vain)
+    assert answers == [[continuation([7, 8], 5)]]
+    assert errors[0].startswith("request_id is '1', but an unfinished request has that")
+    assert not fake._mailboxes
+    fake.abort("1")
+    assert_all_free(fake.engine)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "close"])
+def test_a_call_from_inside_a_step_is_refused_and_waits_for_nobody(llm, call):
+    waiting = llm.stream("x", GREEDY)
+    if call == "stream":
+        next(waiting)
+    calls = {
+        "generate": lambda: llm.generate("x", GREEDY),
+        "stream": lambda: next(waiting),
+        "close": llm.close,
+    }
+
+    def processor(output_token_ids, logits):
+        calls[call]()
+
+    params = SamplingParams(max_tokens=2, logits_processors=[processor])
+    asked, answered = llm.generate(["x", "y"], [params, GREEDY])
+    assert "called from inside its own step" in asked.outputs[0].error
+    assert answered.outputs[0].text == "zxyzxyzxyzxy"
+    assert texts_of(llm.generate("x", GREEDY)) == ["yzxyzxyzxyzx"]
+
+
+def test_an_abort_from_inside_a_step_is_done_at_its_end(llm):
+    def processor(output_token_ids, logits):
+        llm.abort(next(iter(llm._mailboxes)))
+
+    params = SamplingParams(max_tokens=9, logits_processors=[processor])
+    [output] = llm.generate("x", params)
+    assert output.outputs[0].finish_reason == "abort"
+    assert len(output.outputs[0].token_ids) == 1
+
+
 def test_requests_given_to_the_engine_directly_disturb_nobody(fake):
     fake.engine.add_request("mine", [1, 2], up_to(3))
     assert tokens_of(fake.generate([[7, 8]], up_to(5))) == [continuation([7, 8], 5)]
@@ -593,6 +647,9 @@ def test_closing_ends_the_calls_of_other_threads(fake):
         ({"backend": "jax"}, "backend is 'jax'"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": None}, "seed is None"),
+        ({"max_logprobs": -2}, "max_logprobs is -2, but must be an integer of at"),
+        ({"max_logprobs": 2.5}, "max_logprobs is 2.5"),
+        ({"max_logprob": 5}, "did you mean max_logprobs?"),
         ({"num_blocks": 4, "kv_cache_memory_bytes": 1}, "each say how large"),
     ],
 )

@@ -145,7 +145,7 @@ def test_sums_agree_with_a_full_forward_pass(make_engine, budget):
 
 @engines
 def test_logprobs_are_those_of_the_model_before_any_parameter(make_engine):
-    engine = make_engine()
+    engine = make_engine(max_logprobs=-1)
     plain = SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
     bent = SamplingParams(
         max_tokens=1, temperature=0.1, seed=1, top_k=2, repetition_penalty=2.0,

@@ -106,6 +106,30 @@ def test_biases_may_have_the_text_keys_of_json():
     assert params.logit_bias == {7: -100, 12: 0.5}
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"temperature": np.float32(0.5)}, 0.5),
+        ({"top_p": np.float16(1)}, 1.0),
+        ({"top_k": np.int64(3)}, 3),
+        ({"n": np.uint8(2)}, 2),
+        ({"seed": np.uint64(2**64 - 1)}, 2**64 - 1),
+        ({"max_tokens": np.int32(7)}, 7),
+        ({"logprobs": np.int64(-1)}, -1),
+        ({"stop_token_ids": np.array([1, 2])}, (1, 2)),
+        ({"allowed_token_ids": [np.int64(4)]}, (4,)),
+        ({"logit_bias": {np.int64(5): np.float32(0.5)}}, {5: 0.5}),
+    ],
+)
+def test_numbers_of_numpy_become_those_of_python(values, expected):
+    (name,) = values
+    value = getattr(SamplingParams(**values), name)
+    assert value == expected
+    assert json.dumps(value), "JSON knows Python's numbers only"
+    plain = [value, expected] if np.isscalar(value) else [*value, *expected]
+    assert {type(number) for number in plain} <= {int, float}
+
+
 def test_later_changes_of_the_callers_lists_change_nothing():
     stop, ids, bias, schema = ["a"], [1], {2: 1.0}, {"enum": ["x"]}
     params = SamplingParams(
@@ -183,6 +207,17 @@ NAN = float("nan")
         ({"logit_bias": {-1: 1}}, "logit_bias is {-1: 1}"),
         ({"logit_bias": {"a": 1}}, "logit_bias is {'a': 1}"),
         ({"logit_bias": [1]}, r"logit_bias is \[1\]"),
+        (
+            {"logit_bias": {"5": 1, 5: 2}},
+            "two biases for token 5, under '5' and 5: leave one of them out",
+        ),
+        ({"logit_bias": {"5": 1, "05": 1}}, "under '5' and '05'"),
+        ({"logit_bias": {np.True_: 1}}, "but must be a dictionary"),
+        ({"temperature": np.float32("nan")}, "temperature is nan"),
+        ({"n": np.float64(2)}, "n is 2.0, but must be an integer"),
+        ({"ignore_eos": np.int64(1)}, "but must be True or False"),
+        ({"stop": "a\ud83d"}, "or with half a character"),
+        ({"bad_words": ["a", "\udc00"]}, "or with half a character"),
         ({"bad_words": "x"}, "bad_words is 'x', but must be a list of texts"),
         ({"bad_words": [""]}, r"bad_words is \(''\,\)"),
         (
@@ -303,3 +338,9 @@ def test_an_impossible_recommendation_is_refused_with_the_file(values, tmp_path)
     name, value = next(iter(values.items()))
     with pytest.raises(ConfigError, match=f"config.json: {name} is {value!r}, but"):
         read_sampling_defaults(write_config(tmp_path, **values))
+
+
+def test_an_impossible_recommendation_is_refused_under_its_own_name(tmp_path):
+    write_config(tmp_path, max_new_tokens=0)
+    with pytest.raises(ConfigError, match="json: max_new_tokens is 0, but must be an"):
+        read_sampling_defaults(tmp_path)

@@ -449,10 +449,26 @@ def test_an_edit_of_one_row_changes_no_other(options, is_first):
     assert changed != [1, 2, 3]
 
 
-def test_nothing_to_edit_costs_no_copy():
+def test_an_edit_costs_no_copy():
     logits = torch.zeros(2, 4)
     inputs = tensor_inputs([make_request(top_k=2), make_request([1])], 4)
-    assert sampler.edit(logits, inputs) is logits
+    with sampler.edited(logits, inputs) as edited:
+        assert edited is logits
+    request = make_request([1], allowed_token_ids=[2, 3], logit_bias={3: 1.0})
+    with sampler.edited(logits, tensor_inputs([request] * 2, 4)) as edited:
+        assert edited is logits
+        assert edited[1].tolist() == [-math.inf, -math.inf, 0, 1]
+    assert not logits.any()
+
+
+def test_the_scores_are_put_back_whatever_happens_within_the_block():
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    request = make_request([1], frequency_penalty=1.0, bad_words=[[2]])
+    edited = sampler.edited(logits, tensor_inputs([request], 3))
+    with pytest.raises(RuntimeError), edited:
+        assert logits.tolist() != [[1, 2, 3]]
+        raise RuntimeError
+    assert logits.tolist() == [[1, 2, 3]]
 
 
 def test_columns_of_tokens_that_the_tokenizer_does_not_know_may_lie_between_rows():
@@ -460,9 +476,10 @@ def test_columns_of_tokens_that_the_tokenizer_does_not_know_may_lie_between_rows
     wide = torch.tensor([[1.0, 2.0, 3.0, 99.0], [3.0, 2.0, 1.0, 99.0]])
     request = make_request([1], frequency_penalty=1.0, logit_bias={0: 1.0})
     inputs = tensor_inputs([request] * 2, 3)
-    rows = sampler.edit(wide.narrow(1, 0, 3), inputs)
-    assert rows.tolist() == [[2, 1, 3], [4, 1, 1]]
-    assert wide[:, 3].tolist() == [99, 99]
+    before = wide.clone()
+    with sampler.edited(wide.narrow(1, 0, 3), inputs) as rows:
+        assert rows.tolist() == [[2, 1, 3], [4, 1, 1]]
+    assert torch.equal(wide, before)
 
 
 # --- batches, seeds ---
@@ -649,7 +666,8 @@ def test_nothing_waits_for_a_gpu(vocab_size):
         ]
         inputs = inputs.on(tensors)
         logits = torch.empty(3, vocab_size, device="cuda")
-        largest, token_ids = sampler.sample(sampler.edit(logits, inputs), inputs)
+        with sampler.edited(logits, inputs) as edited:
+            largest, token_ids = sampler.sample(edited, inputs)
     assert (largest.device.type, token_ids.device.type) == ("cuda", "cuda")
     assert (token_ids.shape, token_ids.dtype) == ((3,), torch.int64)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -305,6 +306,72 @@ def test_a_failing_processor_fails_its_own_request(make, processor, words):
     assert words in errors[1]
 
 
+def shrinks(output, row):
+    if isinstance(row, torch.Tensor):
+        row.resize_(1)  # one score could be spread over the whole row
+    else:
+        row.resize(1, refcheck=False)
+
+
+def grows(output, row):
+    if isinstance(row, torch.Tensor):
+        row.resize_(4)
+    else:
+        row.resize(4, refcheck=False)
+
+
+class Halves:
+    def __call__(self, output, row):
+        if isinstance(row, torch.Tensor):
+            row.data = row.data.half()
+        else:
+            row.dtype = np.int64
+
+
+@pytest.mark.parametrize("make", LIBRARIES)
+@pytest.mark.parametrize(
+    ("processor", "words"),
+    [
+        (shrinks, "processor shrinks failed: ValueError: it made of its row shape (1,"),
+        (grows, "processor grows failed: ValueError: it made of its row shape (4,)"),
+        (Halves(), "processor Halves failed: TypeError: it made of its row one of"),
+    ],
+)
+def test_a_row_that_is_another_array_afterwards_is_noticed(make, processor, words):
+    requests = [make_request(), make_request(processors=[processor]), make_request()]
+    edited, errors = apply_logits_processors(make(ROWS), requests)
+    assert edited.tolist() == ROWS
+    assert list(errors) == [1] and words in errors[1]
+
+
+class Odd(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Odd])
+def test_whatever_a_processor_raises_in_a_thread_is_its_own_failure(kind):
+    def processor(output, row):
+        raise kind
+
+    found = []
+    requests = [make_request(), make_request(processors=[processor])]
+    thread = threading.Thread(
+        target=lambda: found.extend(apply_logits_processors(np.ones((2, 3)), requests))
+    )
+    thread.start()
+    thread.join()
+    assert kind.__name__ in found[1][1]
+
+
+def test_ctrl_c_in_the_main_thread_is_passed_on():
+    def processor(output, row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        request = make_request(processors=[processor])
+        apply_logits_processors(np.ones((1, 3)), [request])
+
+
 def test_arrays_of_the_other_library_are_refused():
     request = make_request(processors=[lambda output, row: np.zeros(3)])
     _, errors = apply_logits_processors(torch.zeros(1, 3), [request])
@@ -359,6 +426,13 @@ def test_unusable_rows_become_errors_of_their_requests():
     assert output.errors["e"] == "x"
     # What a processor makes of scores that are no numbers is not its fault.
     assert "the largest logit is nan" in output.errors["g"]
+
+
+def test_the_parameters_that_leave_no_token_are_named():
+    request = make_request(allowed_token_ids=[1], guided_regex="a", top_k=3)
+    output = to_model_output([request], [0], [0.0], [1.0], [-math.inf])
+    (error,) = output.errors.values()
+    assert error.endswith(": let allowed_token_ids, guided_regex leave at least one")
 
 
 def test_parameters_that_leave_no_token_leave_minus_infinity():

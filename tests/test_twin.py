@@ -273,6 +273,23 @@ def test_recommendations_of_the_model_are_filled_in_again(decoder, tmp_path):
     assert replay(outputs, folder, sampling_params=plain).num_different > 0
 
 
+def test_end_tokens_that_were_banned_for_a_while_are_banned_again(tmp_path):
+    folder = write_parrot(tmp_path)  # " blué!" and the end come after ":"
+    params = replace(GREEDY, min_tokens=12, max_tokens=16)
+    stopped = replace(GREEDY, stop_token_ids=[ord("z")], min_tokens=5)
+    ignored = replace(GREEDY, ignore_eos=True, min_tokens=9, max_tokens=12)
+    asked = [params, stopped, ignored]
+    with LLM(folder, backend="numpy") as llm:
+        outputs = llm.generate([[*b"hello:"], [*b"x"], [*b"hello:"]], asked)
+    end = llm.tokenizer.eos_token_ids
+    first, second, third = (output.outputs[0].token_ids for output in outputs)
+    assert not end & {*first[:12]} and end & {*third[:9]}, "the ban was needed"
+    assert ord("z") not in second[:5]
+    report = replay(outputs, folder, sampling_params=asked)
+    assert report.num_tokens == len(first) + len(second) + len(third)
+    assert report.num_different == 0
+
+
 def test_tokens_chosen_with_a_function_of_the_users_are_compared_by_scores(decoder):
     def boost(output_token_ids, logits):
         logits[5] += 100

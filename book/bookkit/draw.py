@@ -161,8 +161,8 @@ def sampling_widget(
 ) -> "LiveSampling":
     """Show `sampling` behind sliders of ipywidgets, each move of which calls Python.
 
-    In a notebook that a program has run, and so in the book, it is a still picture
-    that says so.
+    In a notebook that a program has run, and so in the book, a line stands there that
+    says so.
     """
     return _sampling.LiveSampling(tokenizer, logits, num_tokens)
 
@@ -179,7 +179,8 @@ def table(
         rows: The cells; numbers are written with thousands separators.
         header: One name per column.
         caption: Stands above the table.
-        align: One of "l", "r" per column; by default numbers go right.
+        align: One of "l", "r" or "c" (code, left) per column; by default numbers go
+            right.
     """
     return _table.table(rows, header, caption, align)
 

@@ -1,4 +1,4 @@
-"""Installs this checkout, and of what it needs only what is missing.
+"""Installs this checkout, and of what its chapters need only what is missing.
 
 The setup cell of a chapter calls it in Colab, where torch, NumPy and most of the rest
 are there in versions that must stay.
@@ -28,7 +28,8 @@ def is_missing(requirement: str) -> bool:
 def main() -> None:
     """Install what is missing, then the package itself without its dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    missing = [need for need in project["dependencies"] if is_missing(need)]
+    needs = project["dependencies"] + project["optional-dependencies"]["grammar"]
+    missing = [need for need in needs if is_missing(need)]
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     if missing:
         subprocess.run([*pip, *missing], check=True)

@@ -21,7 +21,7 @@ from typing import Any
 from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.scheduler import Policy, Scheduler
 from minivllm.engine.trace import begin_record, finish_record
-from minivllm.errors import RequestError
+from minivllm.errors import ConfigError, RequestError
 from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minivllm.request import (
     ModelOutput,
@@ -91,6 +91,7 @@ class LLMEngine:
         policy: str | Policy = "mixed",
         seed: int = 0,
         sampling_defaults: Mapping[str, Any] | None = None,
+        max_logprobs: int = 20,
     ) -> None:
         """Build an engine around a runner.
 
@@ -105,7 +106,10 @@ class LLMEngine:
             seed: Where the seeds of requests without one come from.
             sampling_defaults: What the model's makers recommend, by the names of
                 `SamplingParams`, for parameters that a request leaves unset.
+            max_logprobs: Of how many tokens a request may have the log-probabilities,
+                for each place of its text; -1 for all.
         """
+        check_max_logprobs(max_logprobs)
         self.runner = runner
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
@@ -131,6 +135,7 @@ class LLMEngine:
         self._num_requests = 0
         self._random = random.Random(seed)
         self.sampling_defaults = dict(sampling_defaults or {})
+        self.max_logprobs = max_logprobs
         self._num_low_steps = 0
 
     def step(self) -> list[RequestOutput]:
@@ -579,6 +584,15 @@ class LLMEngine:
                     "tokenizer to read or write text: use token ids, or an engine "
                     "with a tokenizer"
                 )
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name) or 0
+            num_best = self.runner.vocab_size if wanted == -1 else wanted
+            if -1 != self.max_logprobs < num_best:
+                raise RequestError(
+                    f"{name} is {wanted}, which is {num_best:,} tokens for each place, "
+                    f"but max_logprobs is {self.max_logprobs:,}: ask for fewer, or "
+                    "raise max_logprobs (-1 is no limit)"
+                )
 
 
 def fresh(processor: Callable[..., Any]) -> Callable[..., Any]:
@@ -604,6 +618,19 @@ def fresh(processor: Callable[..., Any]) -> Callable[..., Any]:
 def follower_id(request_id: str, index: int) -> str:
     """Return the name that a continuation has in the scheduler."""
     return f"{request_id}#{index}"
+
+
+def check_max_logprobs(value: int) -> None:
+    """Refuse a limit that is none.
+
+    The log-probabilities of all tokens are seconds of work and gigabytes of answer for
+    a short prompt already, while every neighbour waits.
+    """
+    if type(value) is not int or value < -1:
+        raise ConfigError(
+            f"max_logprobs is {value!r}, but must be an integer of at least 0, or -1 "
+            "for no limit"
+        )
 
 
 def spellings_of(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

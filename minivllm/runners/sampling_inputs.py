@@ -12,7 +12,8 @@ Source: appendix A5, "Records"; appendix A6, "The torch runner"; appendix A12, "
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,21 +21,29 @@ import numpy as np
 
 from minivllm.request import ModelOutput, Request
 from minivllm.sampling.inputs import SamplingInputs
+from minivllm.sampling.params import GUIDES
 from minivllm.sampling.token_counts import TokenCounts
 from minivllm.sampling.uniform import uniform
 
+FORBIDDING = (
+    *("allowed_token_ids", "bad_words", "min_tokens", "logits_processors"),
+    *GUIDES,
+)
 
-def row_error(largest: float, largest_edited: float) -> str | None:
-    """Say what is wrong with a row of logits, if anything is."""
+
+def row_error(largest: float, largest_edited: float, request: Request) -> str | None:
+    """Say what is wrong with the logits of a request, if anything is."""
     if not math.isfinite(largest):
         return (
             f"the largest logit is {largest}, but must be finite: compute in "
             "float32 or bfloat16, or fetch the weights again if they are damaged"
         )
     if largest_edited == -math.inf:
+        given = request.sampling_params.given()
+        names = [name for name in FORBIDDING if name in given] or FORBIDDING
         return (
-            "the parameters leave no token to choose: let allowed_token_ids, "
-            "bad_words, min_tokens and the logits processors agree on at least one"
+            f"the parameters leave no token to choose: let {' and '.join(names)} leave "
+            "at least one"
         )
     if not math.isfinite(largest_edited):
         return (
@@ -66,7 +75,7 @@ def to_model_output(
     if largest_edited is None:
         largest_edited = largest_logits
     for index, request in enumerate(requests):
-        error = row_error(largest_logits[index], largest_edited[index])
+        error = row_error(largest_logits[index], largest_edited[index], request)
         if math.isfinite(largest_logits[index]):
             error = (errors or {}).get(index, error)
         if error is not None:
@@ -264,35 +273,48 @@ def apply_logits_processors(
     for index, request in enumerate(requests):
         if not request.logits_processors:
             continue
+        row = logits[index] + 0
         try:
-            edited[index] = process_row(logits[index] + 0, request)
+            for process in request.logits_processors:
+                row = process_row(process, request.output_token_ids, row)
+            edited[index] = row
         # Foreign code may raise anything, and its neighbours must not suffer.
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            is_main = threading.current_thread() is threading.main_thread()
+            if isinstance(error, KeyboardInterrupt) and is_main:
+                raise  # Ctrl-C, which arrives in no other thread
+            name = getattr(process, "__qualname__", type(process).__qualname__)
             errors[index] = (
-                f"a logits processor failed: {type(error).__name__}: {error}"
+                f"the logits processor {name} failed: {type(error).__name__}: {error}"
             )
     return edited, errors
 
 
-def process_row(row: Any, request: Request) -> Any:
-    """Return the logits after all processors of a request, [vocab_size].
+def process_row(
+    process: Callable[[list[int], Any], Any], output_token_ids: list[int], row: Any
+) -> Any:
+    """Return the logits after a processor, [vocab_size].
 
     Args:
-        row: A copy, which they may change in place.
-        request: Its processors get a copy of its output.
+        process: The processor.
+        output_token_ids: A copy, like the row: it may change both in place.
+        row: The logits before.
     """
-    for process in request.logits_processors:
-        result = process(request.output_token_ids, row)
-        result = row if result is None else result
-        wanted = f"{type(row).__name__} of shape {tuple(row.shape)}"
-        if type(result) is not type(row):
-            raise TypeError(
-                f"it returned {type(result).__name__}, but must return None or {wanted}"
-            )
-        if result.shape != row.shape:
-            raise ValueError(
-                f"it returned shape {tuple(result.shape)}, but must return None or "
-                f"{wanted}"
-            )
-        row = result
-    return row
+    shape, dtype = tuple(row.shape), row.dtype
+    wanted = f"{type(row).__name__} of shape {shape}"
+    result = process(output_token_ids, row)
+    result = row if result is None else result
+    if type(result) is not type(row):
+        raise TypeError(
+            f"it returned {type(result).__name__}, but must return None or {wanted}"
+        )
+    if tuple(result.shape) != shape:
+        what = "made of its row" if result is row else "returned"
+        raise ValueError(
+            f"it {what} shape {tuple(result.shape)}, but must return None or {wanted}"
+        )
+    if result is row and row.dtype != dtype:
+        raise TypeError(
+            f"it made of its row one of {row.dtype}, but must leave it {dtype}"
+        )
+    return result

@@ -53,7 +53,7 @@ from minivllm.runners.sampling_inputs import (
 from minivllm.sampling.inputs import SamplingInputs
 from minivllm.sampling.logprobs import logprobs_of
 from minivllm.sampling.params import SamplingParams
-from minivllm.sampling.sampler import edit, sample
+from minivllm.sampling.sampler import edited, sample
 
 MAX_SAMPLED = 256  # rows of scores that the memory of a GPU is reckoned for
 
@@ -342,14 +342,13 @@ class TorchRunner:
             The tokens, their scores, the largest score of each row and the largest of
             the edited row, float64, [4, num_sampled]; by row, what went wrong.
         """
-        edited, errors = apply_logits_processors(logits, requests)
-        edited = edit(edited, inputs)
-        largest_edited, token_ids = sample(
-            edited, inputs, self.ops.argmax, self.ops.draw
-        )
-        largest = largest_edited
-        if edited is not logits:
-            largest, _ = self.ops.argmax(logits)
+        argmax, draw = self.ops.argmax, self.ops.draw
+        processed, errors = apply_logits_processors(logits, requests)
+        is_edited = processed is not logits or inputs.has_edits
+        largest = argmax(logits)[0] if is_edited else None
+        with edited(processed, inputs) as scores:
+            largest_edited, token_ids = sample(scores, inputs, argmax, draw)
+        largest = largest_edited if largest is None else largest
         token_logits = logits.gather(1, token_ids.unsqueeze(-1)).squeeze(-1)
         results = (token_ids, token_logits, largest, largest_edited)
         return torch.stack([result.double() for result in results]), errors

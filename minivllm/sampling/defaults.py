@@ -33,6 +33,7 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
         try:
             SamplingParams(**{ours: content[name]})
         except RequestError as error:
-            raise ConfigError(f"{path}: {error}; correct the file") from None
+            message = name + str(error).removeprefix(ours)
+            raise ConfigError(f"{path}: {message}; correct the file") from None
         defaults[ours] = content[name]
     return defaults

@@ -136,7 +136,8 @@ def make_grammar(
         log_level=0,  # warnings would go to stderr
         limits=llguidance.LLParserLimits(verbose_errors=False),
     )
-    if matcher.is_error():
+    may_begin = any(matcher.compute_bitmask())  # of what is too complex, this tells it
+    if matcher.is_error() or not may_begin:
         raise RequestError(
             f"{guide} is {value!r:.200}, but llguidance cannot follow that: correct "
             f"it, or leave a part of it out; it says:\n{_reason(matcher)}"
@@ -159,12 +160,18 @@ def _grammar(guide: str, value: Any) -> dict[str, Any]:
 
         return {"lark_grammar": f"start: /{regex_to_lark(value, 'd')}/"}
     if guide == "guided_choice":
-        return {"lark_grammar": "start: " + " | ".join(map(json.dumps, value))}
+        # A terminal (in capitals) is a single automaton. As alternatives of the parser,
+        # the texts would all be open at once, and it gives up at 2,000.
+        texts = " | ".join(map(json.dumps, value))
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}
     return {"lark_grammar": value}
 
 
 def _reason(matcher: "LLMatcher") -> str:
-    return matcher.get_error().strip().removesuffix("\n<non-verbose/>")
+    reason = matcher.get_error().strip().removesuffix("\n<non-verbose/>")
+    if not reason or reason.startswith("NoExtension"):
+        return "no token of this model may come next"
+    return reason
 
 
 class _Vocabulary:

@@ -13,6 +13,7 @@ import enum
 import functools
 import inspect
 import json
+import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -115,8 +116,9 @@ class SamplingParams:
         include_stop_str_in_output: Keep the stop text, or the text of the stop token.
         ignore_eos: Go on after the model's own end tokens.
         logprobs: For each token of the answer, the log-probabilities of it and of so
-            many of the best; -1 for all tokens. They are the model's own, before
-            anything above has changed the logits.
+            many of the best; -1 for all tokens, if the engine's `max_logprobs` (20)
+            allows it. They are the model's own, before anything above has changed the
+            logits.
         prompt_logprobs: The same for each token of the prompt but the first.
         skip_special_tokens: Leave out of the text the tokens that are markup.
         spaces_between_special_tokens: Put spaces between them where the tokenizer does
@@ -124,7 +126,9 @@ class SamplingParams:
         logits_processors: Functions of the token ids of the answer so far and the
             logits, [vocab_size], NumPy or torch; they change the logits in place or
             return others. One that keeps a state has a method `fresh`, which returns
-            a new one: each continuation gets its own.
+            a new one: each continuation gets its own. Whatever one raises ends its own
+            request; but a KeyboardInterrupt in the main thread counts as Ctrl-C, and
+            ends the call that makes the step.
         guided_json: The answer is JSON that satisfies this schema, or
         guided_regex: it matches this regular expression, or
         guided_choice: it is one of these texts, or
@@ -245,6 +249,11 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
+def _is_sayable(value: object) -> bool:
+    """Tell a text that tokens can spell: without half characters (surrogates)."""
+    return _is_text(value) and value == value.encode(errors="replace").decode()
+
+
 def _is_token_id(value: object) -> bool:
     return _is_integer(value, 0)
 
@@ -290,7 +299,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         _is_bias,
         f"a dictionary from token ids to numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}",
     ),
-    "bad_words": (_are(_is_text), "a list of texts, none of them empty"),
+    "bad_words": (
+        _are(_is_sayable),
+        "a list of texts, none of them empty or with half a character (surrogate)",
+    ),
     "allowed_token_ids": (
         lambda v: v is None or (_are(_is_token_id)(v) and len(v) > 0),
         "a list of token ids with at least one, or None for all",
@@ -304,7 +316,11 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "an integer above 0, or None for as many as fit",
     ),
     "min_tokens": (lambda v: _is_integer(v, 0), "an integer of at least 0"),
-    "stop": (_are(_is_text), "a text or a list of texts, none of them empty"),
+    "stop": (
+        _are(_is_sayable),
+        "a text or a list of texts, none of them empty or with half a character "
+        "(surrogate)",
+    ),
     "stop_token_ids": (
         _are(_is_token_id),
         "a list of token ids, integers of at least 0",
@@ -338,11 +354,18 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 _RULES["prompt_logprobs"] = _RULES["logprobs"]
 
 
+def _as_number(value: Any) -> Any:
+    """Return a number of any library as one of Python's."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
 def _as_tuple(values: Any) -> Any:
     if values is None:
         return ()
     if isinstance(values, Collection) and not isinstance(values, str | bytes | Mapping):
-        return tuple(values)
+        return tuple(map(_as_number, values))
     return values  # the rule refuses it
 
 
@@ -350,10 +373,17 @@ def _as_biases(biases: Any) -> Any:
     """Return biases by integer ids: in JSON, the keys of an object are texts."""
     if not isinstance(biases, Mapping):
         return {} if biases is None else biases
-    return {
-        int(key) if isinstance(key, str) and key.isdecimal() else key: bias
-        for key, bias in biases.items()
-    }
+    keys: dict[Any, Any] = {}  # token id: the key that it had
+    for key in biases:
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token_id = _as_number(token_id)
+        if token_id in keys:
+            raise RequestError(
+                f"logit_bias has two biases for token {token_id}, under "
+                f"{keys[token_id]!r} and {key!r}: leave one of them out"
+            )
+        keys[token_id] = key
+    return {token_id: _as_number(biases[key]) for token_id, key in keys.items()}
 
 
 def _as_schema(schema: Any) -> Any:
@@ -373,6 +403,13 @@ _COPIES: dict[str, Callable[[Any], Any]] = {
     "stop": lambda stop: (stop,) if isinstance(stop, str) else _as_tuple(stop),
     "logit_bias": _as_biases,
     "guided_json": _as_schema,
+    **dict.fromkeys(
+        (
+            *(*DEFAULTS, "n", "seed", "max_tokens", "min_tokens"),
+            *("logprobs", "prompt_logprobs"),
+        ),
+        _as_number,
+    ),
 }
 
 

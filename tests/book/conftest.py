@@ -1,6 +1,7 @@
 """Lets the tests import the tools, and makes them a project of their own."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "book" / "tools"))
 
+from browser import Browser, find_chromium  # noqa: E402
 from project import Project  # noqa: E402
 
 APPENDIX = """\
@@ -53,3 +55,12 @@ def project(tmp_path: Path) -> Project:
     (sources / "01_pairs.md").write_text(sample)
     (sources / "a1_more.md").write_text(APPENDIX)
     return Project(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser that reaches nothing but this machine."""
+    if find_chromium() is None:
+        pytest.skip("Chromium is not installed (on Debian: apt-get install chromium)")
+    with Browser() as chromium:
+        yield chromium

@@ -313,6 +313,12 @@ def test_a_table_puts_numbers_right():
         draw.table([[1, 2]], ["x", "y"], align="lx")
 
 
+def test_a_table_sets_code_as_code():
+    figure = draw.table([["<a>", 1]], ["x", "n"], align="cr")
+    assert repr(figure).splitlines() == ["x    n", "<a>  1"]
+    assert ">&lt;a&gt;</code></td>" in figure._repr_html_().replace("<code", ">")
+
+
 def test_a_block_shows_the_shapes_and_counts_of_the_spec():
     spec = small_spec(qkv_bias=True)
     figure = draw.block(spec)

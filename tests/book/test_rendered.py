@@ -22,7 +22,7 @@ pytest.importorskip("jupyter_book", reason="the book's packages are not installe
 import yaml
 from bs4 import BeautifulSoup, Tag
 
-from browser import Browser, find_chromium
+from browser import Browser
 
 ROOT = Path(__file__).parents[2]
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text())
@@ -270,15 +270,6 @@ def test_each_fold_of_a_chapter_is_a_fold_in_the_book(
         assert fold.select_one(".mv-fold-body").get_text(strip=True)
         for code in fold.select("pre"):
             assert code.find_parent(class_="highlight")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """A browser that reaches nothing but this machine."""
-    if find_chromium() is None:
-        pytest.skip("Chromium is not installed (on Debian: apt-get install chromium)")
-    with Browser() as chromium:
-        yield chromium
 
 
 @pytest.mark.parametrize(("width", "dark"), WINDOWS)

@@ -520,27 +520,30 @@ _RUN_ME = "Live sliders: run this cell in a notebook to move them."
 class LiveSampling:
     """The picture behind sliders that call Python, where someone can move them.
 
-    A notebook that a program runs keeps a still picture, which promises nothing.
+    A notebook that a program runs keeps a line that says so.
     """
 
     def __init__(self, tokenizer: Any, logits: Any, num_tokens: int) -> None:
         self.scores = record(tokenizer, logits, num_tokens)
 
     def __repr__(self) -> str:
-        return f"{_RUN_ME}\n{in_words(self.scores, Knobs())}"
+        return _RUN_ME
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        display(self.widget() if has_reader() else self.still())
+        display(self.widget() if has_reader() else self.notice())
 
-    def still(self, knobs: Knobs = Knobs(), title: str = _RUN_ME) -> Figure:
+    def notice(self) -> Figure:
+        """Return what stands where nobody can move a slider."""
+        return Figure(f"<div>{escape(_RUN_ME)}</div>", text=_RUN_ME, full=False)
+
+    def still(self, knobs: Knobs = Knobs()) -> Figure:
         """Return the picture at one setting of the knobs."""
         words = in_words(self.scores, knobs)
-        heading = f'<p class="mv-title">{escape(title)}</p>' if title else ""
         return Figure(
-            heading + picture(self.scores, knobs),
-            text=f"{title}\n{words}".strip(),
+            picture(self.scores, knobs),
+            text=words,
             alt=f"Bars, one per token, at {words}",
             css=_CSS,
         )
@@ -565,7 +568,7 @@ class LiveSampling:
 
         def draw(change: Any = None) -> None:
             values = {name: slider.value for name, slider in sliders.items()}
-            shown.value = self.still(checked(**values), title="")._repr_html_()
+            shown.value = self.still(checked(**values))._repr_html_()
 
         for name, slider in sliders.items():
             slider.description = name

@@ -47,13 +47,19 @@ def table(
         "r" if rows and all(_is_number(row[i]) for row in rows) else "l"
         for i in range(len(header))
     )
-    if len(sides) != len(header) or set(sides) - set("lr"):
+    if len(sides) != len(header) or set(sides) - set("lrc"):
         raise ValueError(
-            f"align is {align!r}, but it needs one of 'l', 'r' for each of the "
+            f"align is {align!r}, but it needs one of 'l', 'r', 'c' for each of the "
             f"{len(header)} columns"
         )
     cells = [[_cell_text(cell) for cell in row] for row in rows]
-    markup = [[escape(cell) for cell in row] for row in cells]
+    markup = [
+        [
+            f"<code>{escape(cell)}</code>" if side == "c" else escape(cell)
+            for cell, side in zip(row, sides, strict=True)
+        ]
+        for row in cells
+    ]
     return _build(markup, cells, header, sides, caption)
 
 
