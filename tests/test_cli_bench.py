@@ -81,7 +81,7 @@ def test_a_model_is_measured_against_the_limits_of_the_machine(
     assert code == 0
     assert "limits: reads " in out and "machine: " in out
     first = next(line for line in out.splitlines() if line.startswith("W1  time"))
-    assert 0 < float(first.split()[-1]) < 1
+    assert 0 <= float(first.split()[-1]) < 1  # 0.00 where others use the machine
     machine, limits, result = map(json.loads, file.read_text().splitlines())
     assert [r["workload"] for r in (machine, limits, result)] == [
         "machine",

@@ -432,7 +432,7 @@ def test_the_parameters_that_leave_no_token_are_named():
     request = make_request(allowed_token_ids=[1], guided_regex="a", top_k=3)
     output = to_model_output([request], [0], [0.0], [1.0], [-math.inf])
     (error,) = output.errors.values()
-    assert error.endswith(": let allowed_token_ids, guided_regex leave at least one")
+    assert error.endswith(": let allowed_token_ids and guided_regex leave at least one")
 
 
 def test_parameters_that_leave_no_token_leave_minus_infinity():
