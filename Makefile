@@ -27,7 +27,7 @@ TESTING := CI=true OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
 	TOKENIZERS_PARALLELISM=false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check book chapters serve-book clean clean-all
+.PHONY: help demo test test-slow test-kernels gpu check book chapters serve-book clean clean-all
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" \
@@ -44,6 +44,9 @@ test: check  ## install the test extras, then run what CI runs
 
 test-slow: .venv/test.stamp  ## run the tests that take minutes
 	$(TESTING) $(BIN)/python -m pytest -q -m slow tests || [ $$? -eq 5 ]  # 5: there is none
+
+test-kernels: .venv/test.stamp  ## all kernel tests: every shape, order and planted bug
+	$(TESTING) $(BIN)/python -m pytest -q -n $(WORKERS) --dist load -m kernels tests
 
 check: .venv/test.stamp  ## lint; are sources, notebooks and package in step?
 	$(BIN)/python -m ruff check .

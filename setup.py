@@ -17,10 +17,11 @@ class BuildWithKernels(build_py):
         if self.editable_mode:
             return  # a checkout has them beside the package
         target = Path(self.build_lib) / "minivllm" / "kernels"
-        self.mkpath(str(target))
-        for source in sorted(Path("kernels").iterdir()):
+        for source in sorted(Path("kernels").rglob("*")):
             if source.suffix in SUFFIXES:
-                self.copy_file(str(source), str(target / source.name))
+                copy = target / source.relative_to("kernels")
+                self.mkpath(str(copy.parent))
+                self.copy_file(str(source), str(copy))
 
 
 setup(cmdclass={"build_py": BuildWithKernels})

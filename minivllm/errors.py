@@ -6,7 +6,7 @@ caught by the command line and the server, which print the message without a
 traceback.
 
 In vLLM: vllm/exceptions.py (most of its checks raise ValueError).
-Source: appendix A1, "Files".
+Source: appendix A1, "Files"; appendix A15, "A GPU in one header".
 """
 
 
@@ -40,3 +40,7 @@ class ModelNotFound(MinivllmError):
 
 class CorruptFile(MinivllmError):
     """A model file is damaged or incomplete."""
+
+
+class KernelError(MinivllmError):
+    """A CUDA kernel does not compile, is called wrongly, or breaks a rule."""

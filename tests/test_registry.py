@@ -4,7 +4,14 @@ import pytest
 
 from minivllm.errors import BackendUnavailable, ConfigError
 from minivllm.ops import registry
-from minivllm.ops.registry import Backend, choose, define_op, explain
+from minivllm.ops.registry import (
+    Backend,
+    choose,
+    define_op,
+    explain,
+    known_ops,
+    only_if_forced,
+)
 
 
 def needs_cuda(device, dtype, head_dim=64):
@@ -102,3 +109,46 @@ def test_modules_with_backends_are_loaded_at_the_first_choice(monkeypatch, tmp_p
     monkeypatch.setattr(registry, "MODULES", ["more_backends"])
     assert choose("mix", "cpu", "float16").backend.name == "late"
     assert choose("mix", "cpu", "float16").passed_over == {}
+
+
+def needs_small_heads(device, dtype, head_dim=64):
+    return None if head_dim <= 64 else "heads are too large"
+
+
+@pytest.fixture
+def slow():
+    """Give the op a backend on top that nobody should get without asking."""
+    condition = only_if_forced("mix", needs_small_heads)
+    registry.add_backend("mix", Backend("slow", "slowest", condition))
+
+
+def test_a_backend_only_if_forced_is_passed_over(slow):
+    choice = choose("mix", "cpu", "float16")
+    assert choice.backend.name == "compiled"
+    assert choice.passed_over["slow"] == "runs only if it is forced"
+    assert explain("mix", "cpu", "float16")["slow"] == "runs only if it is forced"
+
+
+def test_a_backend_only_if_forced_runs_if_it_is(slow, monkeypatch):
+    monkeypatch.setenv("MINIVLLM_OP_MIX", "slow")
+    assert choose("mix", "cpu", "float16").backend.name == "slow"
+    monkeypatch.setenv("MINIVLLM_OP_MIX", "torch")
+    assert choose("mix", "cpu", "float16").backend.name == "torch"
+
+
+def test_its_own_condition_comes_first(slow, monkeypatch):
+    choice = choose("mix", "cpu", "float16", head_dim=80)
+    assert choice.passed_over["slow"] == "heads are too large"
+    monkeypatch.setenv("MINIVLLM_OP_MIX", "slow")
+    with pytest.raises(BackendUnavailable, match="heads are too large"):
+        choose("mix", "cpu", "float16", head_dim=80)
+
+
+def test_all_ops_are_known_with_those_of_modules(monkeypatch, tmp_path):
+    (tmp_path / "more_ops.py").write_text(
+        "from minivllm.ops.registry import Backend, define_op\n"
+        "define_op('add', [Backend('torch', 'reference')])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "MODULES", ["more_ops"])
+    assert known_ops() == ["add", "mix"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bookkit.figures import attention as _attention
 from bookkit.figures import block as _block
 from bookkit.figures import block_tables as _block_tables
+from bookkit.figures import kernels as _kernels
 from bookkit.figures import ladder as _ladder
 from bookkit.figures import pipeline as _pipeline
 from bookkit.figures import player as _player
@@ -31,6 +32,7 @@ __all__ = [
     "Rung",
     "attention",
     "attention_heads",
+    "banks",
     "block",
     "block_tables",
     "curve",
@@ -41,12 +43,15 @@ __all__ = [
     "player",
     "sampling",
     "sampling_widget",
+    "sectors",
     "slots",
     "table",
     "timeline",
     "tokens",
     "top_tokens",
+    "touched",
     "trace",
+    "turns",
 ]
 
 
@@ -350,3 +355,76 @@ def trace(
     from bookkit.figures import trace as _trace
 
     return _trace.trace(records, block_size, tokenizer, label)
+
+
+def touched(
+    trace: Any,
+    memory: str,
+    shape: tuple[int, int],
+    kind: str = "read",
+    *,
+    row_name: str = "row",
+    itemsize: int = 4,
+) -> Figure:
+    """Draw an array with the threads of a kernel that read or write it.
+
+    Args:
+        trace: From an emulated kernel's `trace`.
+        memory: An argument or a shared variable.
+        shape: Rows and columns to draw it in.
+        kind: "read" or "write".
+        row_name: What to call a row.
+        itemsize: Bytes of a number.
+    """
+    return _kernels.touched(trace, memory, shape, kind, row_name, itemsize)
+
+
+def sectors(
+    traces: Mapping[str, Any],
+    memory: str,
+    kind: str = "read",
+    *,
+    nth: int = 0,
+    itemsize: int = 4,
+) -> Figure:
+    """Draw the sectors that memory moves for one instruction of the first warp.
+
+    Args:
+        traces: Name to the trace of a launch.
+        memory: An argument of the kernels.
+        kind: "read" or "write".
+        nth: Each lane's n-th such access, from 0.
+        itemsize: Bytes of a number.
+    """
+    return _kernels.sectors(traces, memory, kind, nth, itemsize)
+
+
+def banks(
+    traces: Mapping[str, Any],
+    memory: str,
+    kind: str = "read",
+    *,
+    max_rows: int = 8,
+    bank_bytes: int = 4,
+) -> Figure:
+    """Draw how the first warp asks the banks of shared memory.
+
+    Args:
+        traces: Name to the trace of a launch.
+        memory: A shared variable of the kernels.
+        kind: "read" or "write".
+        max_rows: Instructions that are drawn.
+        bank_bytes: Bytes of a word.
+    """
+    return _kernels.banks(traces, memory, kind, max_rows, bank_bytes)
+
+
+def turns(trace: Any, num_threads: int = 8, block: int = 0) -> Figure:
+    """Draw when the threads of a block ran, and where they waited for each other.
+
+    Args:
+        trace: From an emulated kernel's `trace`.
+        num_threads: Threads of the block.
+        block: Its number.
+    """
+    return _kernels.turns(trace, num_threads, block)

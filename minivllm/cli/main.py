@@ -6,7 +6,7 @@ named subcommand is imported, so `--help` loads no array library.
 
 In vLLM: vllm/entrypoints/cli/main.py.
 Source: appendix A4, "The command line"; appendix A8, "Traces"; appendix A9,
-    "Measuring".
+    "Measuring"; appendix A16, "Launching kernels".
 """
 
 import argparse
@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": ("minivllm.cli.generate", "answer a prompt, or continue a text"),
     "trace": ("minivllm.cli.trace", "show what the engine did, step by step"),
     "bench": ("minivllm.cli.bench", "measure how fast the engine is on this machine"),
+    "ops": ("minivllm.cli.ops", "say what runs each operation, and why"),
 }
 
 EXIT_CODES = """\

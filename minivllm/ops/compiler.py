@@ -20,10 +20,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-
-import torch
 
 import minivllm
 from minivllm.config import cache_dir
@@ -82,41 +81,73 @@ def others_may_write(folder: Path) -> bool:
     return status.st_uid != os.getuid() or bool(status.st_mode & 0o022)
 
 
+def compiler_command() -> list[str]:
+    """Return how the C++ compiler is called.
+
+    Raises:
+        BackendUnavailable: There is none.
+    """
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(command[0]) is None:
+        raise BackendUnavailable(
+            f"there is no C++ compiler: {command[0]!r} is not found (install g++, or "
+            "set CXX)"
+        )
+    return command
+
+
+def built_once(name: str, inputs: Iterable[str], build: Callable[[Path], None]) -> Path:
+    """Return a file of the cache; built, if it is not there yet.
+
+    Args:
+        name: What to call it, such as "ops.so"; a hash is added.
+        inputs: All that goes into it: the hash is theirs.
+        build: Writes it to the path that it is given.
+
+    Raises:
+        BackendUnavailable: Others may write into the cache.
+    """
+    key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
+    path = Path(name)
+    file = cache_dir() / "compiled" / f"{path.stem}-{key}{path.suffix}"
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if others_may_write(file.parent):
+        raise BackendUnavailable(
+            f"others may write into {str(file.parent)!r}, and what lies there is "
+            "run: make it yours alone (chmod 700), or set MINIVLLM_CACHE"
+        )
+    if file.exists():
+        return file
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        built = Path(folder, name)
+        build(built)
+        os.replace(built, file)  # whole or not at all, even if two build at once
+    return file
+
+
 def compile_library(source: Path) -> Path:
     """Return the library made from a source file; compiled, if it is not there yet.
 
     Raises:
         BackendUnavailable: There is no compiler, or it cannot compile the file.
     """
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
-    if shutil.which(compiler[0]) is None:
-        raise BackendUnavailable(
-            f"there is no C++ compiler: {compiler[0]!r} is not found (install g++, or "
-            "set CXX)"
-        )
-    inputs = [source.read_text(), *FLAGS, run([*compiler, "--version"]), processor()]
-    key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
-    library = cache_dir() / "compiled" / f"{source.stem}-{key}.so"
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if others_may_write(library.parent):
-        raise BackendUnavailable(
-            f"others may write into {str(library.parent)!r}, and what lies there is "
-            "run: make it yours alone (chmod 700), or set MINIVLLM_CACHE"
-        )
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        objects, linked = Path(folder, "ops.o"), Path(folder, "ops.so")
-        run([*compiler, *FLAGS, "-c", str(source), "-o", str(objects)])
+    command = compiler_command()
+
+    def build(library: Path) -> None:
+        objects = library.with_suffix(".o")
+        run([*command, *FLAGS, "-c", str(source), "-o", str(objects)])
         # Linked without -fopenmp: its threads are then those that torch has started.
-        run([*compiler, "-shared", str(objects), "-o", str(linked)])
-        os.replace(linked, library)  # whole or not at all, even if two compile at once
-    return library
+        run([*command, "-shared", str(objects), "-o", str(library)])
+
+    inputs = [source.read_text(), *FLAGS, run([*command, "--version"]), processor()]
+    return built_once(f"{source.stem}.so", inputs, build)
 
 
 @cache
 def _load(name: str) -> ctypes.CDLL | str:
-    torch.get_num_threads()  # torch has to be here before: the library uses its threads
+    import torch  # has to be here before: the library uses its threads
+
+    torch.get_num_threads()
     try:
         return ctypes.CDLL(str(compile_library(kernel_source(name))))
     except (BackendUnavailable, OSError) as error:

@@ -13,7 +13,8 @@ Invariant: the reference comes last and can always run. `MINIVLLM_OP_LINEAR=pack
 forces a backend: if it cannot run, that is an error, never another backend in silence.
 
 In vLLM: vllm/ir/op.py (IrOp, IrOpImpl).
-Source: appendix A6, "The torch runner"; appendix A10, "Compiled operations".
+Source: appendix A6, "The torch runner"; appendix A10, "Compiled operations"; appendix
+    A16, "Launching kernels"; chapter 6, "CUDA kernels".
 """
 
 import difflib
@@ -57,7 +58,7 @@ class Choice:
 
 OPS: dict[str, list[Backend]] = {}
 # Modules with more backends, loaded at the first choice.
-MODULES: list[str] = ["minivllm.ops.cpu"]
+MODULES: list[str] = ["minivllm.ops.cpu", "minivllm.ops.cuda"]
 
 
 def define_op(op: str, backends: Iterable[Backend]) -> None:
@@ -132,3 +133,22 @@ def _find(name: str, known: dict[str, Any], kind: str) -> Any:
     raise ConfigError(
         f"{kind} {name!r} is unknown{hint}: use one of {', '.join(known)}"
     )
+
+
+def only_if_forced(op: str, why_not: Callable[..., str | None]) -> Callable[..., Any]:
+    """Return a condition for a backend that nobody should get without asking for it."""
+
+    def condition(device: str, dtype: str, **sizes: int) -> str | None:
+        reason = why_not(device, dtype, **sizes)
+        if reason is None and not os.environ.get(f"MINIVLLM_OP_{op.upper()}"):
+            return "runs only if it is forced"
+        return reason
+
+    return condition
+
+
+def known_ops() -> list[str]:
+    """Return the names of all ops, after loading all of their backends."""
+    for module in MODULES:
+        import_module(module)
+    return sorted(OPS)

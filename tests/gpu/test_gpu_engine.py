@@ -1,0 +1,91 @@
+"""Operators and engine on the device: what the CPU and the NumPy twin compute."""
+
+import pytest
+import torch
+
+from minivllm.generation import generate_naive
+from minivllm.ops.cuda import fused_add_rms_norm, paged_attention, rms_norm, softmax
+from minivllm.runners.torch_runner import TorchRunner
+from tests.parity.tiny import numpy_decoder, torch_decoder
+from tests.test_cuda_ops import assert_close, norms_and_shares, operators
+from tests.test_torch_runner import (
+    BLOCK_SIZE,
+    NUM_NEW,
+    PROMPTS,
+    SPEC,
+    WEIGHTS,
+    answers,
+    make_request,
+    make_scheduler,
+    run,
+)
+
+OPERATORS = [rms_norm, fused_add_rms_norm, softmax, paged_attention]
+
+
+def on(device: str, arguments: tuple) -> tuple:
+    """Return arguments with their tensors on a device."""
+    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_torchs_own_checks_pass(operator, gpu):
+    arguments = operators(torch.Generator().manual_seed(0))[operator]
+    verdicts = torch.library.opcheck(operator, on(gpu, arguments))
+    assert set(verdicts.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_model_compiles_into_one_graph(backend, gpu):
+    x, added = torch.randn(2, 3, 32, device=gpu)
+    weight = torch.randn(32, device=gpu)
+    compiled = torch.compile(norms_and_shares, fullgraph=True, backend=backend)
+    results = compiled(x, added, weight), norms_and_shares(x, added, weight)
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operators_are_captured_into_a_graph(operator, gpu):
+    arguments = on(gpu, operators(torch.Generator().manual_seed(0))[operator])
+    fresh = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+    expected = operator(*fresh)  # loads, too
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = operator(*arguments)
+    graph.replay()
+    assert out.equal(expected)
+
+
+def make_runner(gpu: str) -> TorchRunner:
+    """Return a runner on the device, in float32."""
+    runner = TorchRunner(
+        torch_decoder(SPEC, WEIGHTS).to(gpu),
+        num_blocks=64,
+        block_size=BLOCK_SIZE,
+        max_model_len=256,
+    )
+    for op in ("rms_norm", "paged_attention"):
+        assert runner.choices[op].backend.name == "cuda", runner.choices[op].passed_over
+    return runner
+
+
+@pytest.mark.parametrize("budget", [2048, 7])
+def test_the_engine_gives_the_tokens_of_the_numpy_twin(budget, gpu):
+    twin = numpy_decoder(SPEC, WEIGHTS)
+    expected = [generate_naive(twin, tokens, NUM_NEW) for tokens in PROMPTS]
+    runner = make_runner(gpu)
+    requests = [make_request(index, tokens) for index, tokens in enumerate(PROMPTS)]
+    run(runner, requests, make_scheduler(runner, budget))
+    assert answers(requests) == expected
+
+
+@pytest.mark.slow
+def test_a_long_run_stays_right(gpu):
+    runner = make_runner(gpu)
+    first = None
+    for _ in range(200):
+        requests = [make_request(i, tokens) for i, tokens in enumerate(PROMPTS)]
+        run(runner, requests)
+        first = first or answers(requests)
+        assert answers(requests) == first

@@ -1,0 +1,111 @@
+"""The cases of tests/kernels on a GPU: the same rungs, the same numbers."""
+
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from minivllm.ops import rungs
+from minivllm.ops.launch import CudaModule
+from tests.kernels.cases import (
+    AttentionCase,
+    Case,
+    NormCase,
+    SoftmaxCase,
+    VarianceCase,
+    instances,
+    source_of,
+)
+from tests.kernels.test_ladders import RUNGS, all_combinations, factors_of, make
+
+ROOT = Path(__file__).parents[2]
+LARGE = [
+    NormCase("v4", "bfloat16", 4096, 5000, False),
+    NormCase("v5", "float16", 4096, 5000, True),
+    # 56 KiB of shared memory for a row: more than a block gets without asking.
+    NormCase("v5", "float32", 14_336, 3, False),
+    SoftmaxCase("v3", "float32", 128_256, 33),
+    SoftmaxCase("v4", "float16", 64, 10_001),
+    AttentionCase("v3", "bfloat16", 128, 16, 32, 8, (4000, 1, 777), None),
+    AttentionCase("v4", "float16", 128, 16, 32, 8, (4000, 1, 777), None),
+    AttentionCase("v4", "float16", 256, 32, 16, 2, (4000, 1, 777), 512),
+]
+
+
+@cache
+def cases_of(kind: type[Case], version: str) -> list[Case]:
+    """Return all cases of a rung; a GPU orders its threads as it likes."""
+    values = all_combinations(factors_of(kind, version) | {"order": [None]})
+    return [make(kind, version, v)[0] for v in values]
+
+
+def compiled(cases: list[Case]) -> CudaModule:
+    """Compile what cases of one file start."""
+    return CudaModule(source_of(cases[0].file), instances(cases))
+
+
+@pytest.mark.parametrize(("kind", "version"), RUNGS)
+def test_a_rung_computes_what_numpy_does(kind, version):
+    cases = cases_of(kind, version)
+    module = compiled(cases)
+    for case in cases:
+        case.run(module, device="cuda")
+
+
+@pytest.mark.parametrize("case", [*LARGE, VarianceCase("v1", "float32", 5000, 99)])
+def test_sizes_that_the_emulator_has_no_time_for(case):
+    case.run(compiled([case]), device="cuda")
+
+
+def test_a_captured_step_is_the_step():
+    """Norms and attention in a CUDA graph: what new inputs give, replayed."""
+    norm = NormCase("v5", "float16", 576, 8, False)
+    attention = AttentionCase("v4", "float16", 64, 16, 9, 3, (300,) * 8, None)
+    norms, attentions = compiled([norm]), compiled([attention])
+    x, residual, out = torch.randn(3, 8, 576, device="cuda").half()
+    weight = torch.ones(576, device="cuda").half()
+    q = torch.randn(8, 9, 64, device="cuda").half()
+    kv_cache = torch.randn(2, 160, 16, 3, 64, device="cuda").half()
+    rows = torch.arange(8, device="cuda").int()
+    tables = torch.randperm(160, device="cuda")[:152].view(8, 19).int()
+    seq_lens = torch.full((8,), 300, device="cuda").int()
+    mixed = torch.empty_like(q)
+
+    def step() -> None:
+        rungs.fused_add_rms_norm(norms, "v5", out, residual, x, weight, 1e-5)
+        rungs.paged_attention(
+            attentions, "v4", mixed, q, kv_cache, rows, tables, seq_lens, 0.125
+        )
+
+    step()  # loads what cannot be loaded during a capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        x.normal_()
+        q.normal_()
+        before = residual.clone()
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = out.clone(), mixed.clone(), residual.clone()
+        residual.copy_(before)
+        step()
+        for ours, theirs in zip(replayed, (out, mixed, residual), strict=True):
+            assert ours.equal(theirs)
+
+
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not here"
+)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_the_sanitizer_has_no_complaint(tool):
+    """The cases that the planted bugs are looked for with."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+    command += [sys.executable, "-m", "tests.gpu.sanitized"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "14 kernels ran" in done.stdout

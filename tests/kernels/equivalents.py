@@ -1,0 +1,71 @@
+"""Planted bugs that change nothing, and why.
+
+The tests demand that each is really there and that nothing notices it.
+"""
+
+EQUIVALENT = {
+    # The same numbers in another way.
+    "rounded down, it is the same number": [
+        "common.cuh WIDEST: constexpr int WIDEST = 17 / sizeof(T);",
+        "paged_attention.cu THREADS: constexpr int THREADS = 129;",
+    ],
+    "all threads that may write it have the same number": [
+        "reduce.cuh block_reduce: if (lane == 1) of_warps[warp] = value;",
+        "paged_attention.cu put: if (lane == 1) {",
+        "paged_attention.cu paged_attention_v4: if (threadIdx.x == 1) {",
+    ],
+    "all scores change by the same, and shares do not notice": [
+        "paged_attention.cu dot: float sum = 1.0f;",
+        "paged_attention.cu load_share: "
+        "share[i] = dim < HEAD_DIM ? to_float(row[dim]) : 1.0f;",
+        "paged_attention.cu paged_attention_v2: float score = 1.0f;",
+        "paged_attention.cu attend: float score = 1.0f;",
+    ],
+    "both sides of the quotient change their sign": [
+        "paged_attention.cu merged: for (int i = 0; i < num; i++) sum -= "
+        "values[i * STRIDE] * __expf(tops[i] - top);",
+    ],
+    "the first score multiplies it by exp(LOWEST - score), which is 0": [
+        "paged_attention.cu Running: float top = LOWEST, total = 1.0f, "
+        "mixed[SIZE] = {};",
+        "paged_attention.cu Running: float top = LOWEST, total = 0.0f, "
+        "mixed[SIZE] = {1.0f};",
+    ],
+    # More than is needed.
+    "the block has a thread for each number of a head": [
+        "paged_attention.cu merge_splits: "
+        "for (int dim = threadIdx.x; dim < HEAD_DIM; dim = blockDim.x) {",
+    ],
+    "the largest block that is started has 256 threads": [
+        "rms_norm.cu MAX_THREADS: constexpr int MAX_THREADS = 1025;",
+        "rms_norm.cu MAX_THREADS: constexpr int MAX_THREADS = 1023;",
+    ],
+    "a lane has room for more than there is, and skips what is behind the row": [
+        f"paged_attention.cu {change}"
+        for change in (
+            "SHARE: constexpr int SHARE = (HEAD_DIM + WARP + 1) / WARP;",
+            "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 1) % WARP;",
+            "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 0) / WARP;",
+            "paged_attention_v2: for (int i = 0; i <= SIZE; i++) {",
+            "put: for (int i = 0; i <= PART<T, HEAD_DIM>; i++) {",
+            "PACKS: constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> + 1) / "
+            "(WORKER * WIDEST<T>);",
+            "PACKS: constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> - 1) / "
+            "(WORKER / WIDEST<T>);",
+            "PACKS: constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> - 1) % "
+            "(WORKER * WIDEST<T>);",
+            "PACKS: constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> - 0) / "
+            "(WORKER * WIDEST<T>);",
+        )
+    ],
+    "it differs only for a HEAD_DIM of 32 n + 1, and heads are even": [
+        "paged_attention.cu SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 2) / WARP;",
+        "paged_attention.cu PACKS: "
+        "constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> - 2) / "
+        "(WORKER * WIDEST<T>);",
+    ],
+    "a split without keys writes what nobody reads": [
+        "paged_attention.cu paged_attention_v4: if (start > end) return;",
+        "paged_attention.cu paged_attention_v4: if (false) return;",
+    ],
+}

@@ -1,0 +1,103 @@
+"""The tables at the top of the ladders say what the emulator counts."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from minivllm.ops import rungs
+from minivllm.ops.kernel_trace import Trace
+from tests.kernels.cases import (
+    KERNELS,
+    AttentionCase,
+    Case,
+    NormCase,
+    SoftmaxCase,
+    emulated,
+)
+from tests.kernels.tools import needs_compiler
+
+# What the tables are about, and the versions in them.
+EXAMPLES: list[Case] = [
+    *(NormCase(f"v{n}", "float32", 576, 32, False) for n in range(1, 6)),
+    *(SoftmaxCase(f"v{n}", "float32", 576, 32) for n in range(1, 5)),
+    *(
+        AttentionCase(
+            f"v{n}", "float32", 64, 16, 4, 2, (512,), None, split_size=rungs.SPLIT_SIZE
+        )
+        for n in range(1, 5)
+    ),
+]
+ROW = re.compile(r"^//   (v\d) .*?((?: +[\d,]+){4})$", re.MULTILINE)
+
+
+class Traced(Mapping):
+    """Runs kernels and keeps what they did."""
+
+    def __init__(self, kernels: rungs.Kernels) -> None:
+        self.kernels = kernels
+        self.traces: list[Trace] = []
+
+    def __getitem__(self, name: str) -> Callable[..., None]:
+        def run(*arguments: Any, **options: Any) -> None:
+            self.traces.append(self.kernels[name].trace(*arguments, **options))
+
+        return run
+
+    def __iter__(self) -> Any:
+        return iter(self.kernels)
+
+    def __len__(self) -> int:
+        return len(self.kernels)
+
+
+def traced(case: Case) -> list[Trace]:
+    """Run a case, and return what each of its kernels did."""
+    kernels = Traced(emulated([case]))
+    case.run(kernels)
+    return kernels.traces
+
+
+def global_instructions(trace: Trace) -> int:
+    """Count the loads and stores of warps, without those of shared memory."""
+    return int((trace.instructions.sectors > 0).sum())
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", EXAMPLES, ids=lambda c: f"{c.file}-{c.version}")
+def test_a_row_of_the_table_is_what_the_emulator_counts(case):
+    traces = traced(case)
+    counted = [
+        sum(trace.bytes_read() for trace in traces),
+        sum(trace.bytes_written() for trace in traces),
+        sum(trace.sectors() for trace in traces),
+        sum(map(global_instructions, traces)),
+    ]
+    rows = dict(ROW.findall((KERNELS / case.file).read_text()))
+    written = rows[case.version].replace(",", "").split()
+    assert [int(number) for number in written] == counted
+
+
+@needs_compiler
+def test_the_fused_rung_touches_each_number_once():
+    """The bytes that `benchmarks.kernels` reckons a perfect kernel would move."""
+    case = EXAMPLES[4]
+    (trace,) = traced(case)
+    row = case.num_rows * case.hidden * 4
+    assert trace.bytes_read("residual") == trace.bytes_read("x") == row
+    assert trace.bytes_written("residual") == trace.bytes_written("out") == row
+
+
+@needs_compiler
+def test_packs_of_a_warp_move_no_byte_too_many():
+    for case in (EXAMPLES[3], EXAMPLES[4]):
+        (trace,) = traced(case)
+        assert trace.sectors() * 32 == trace.bytes_read() + trace.bytes_written()
+
+
+@needs_compiler
+@pytest.mark.parametrize("example", [2, 3, 4, 6, 7, 8], ids=str)
+def test_shared_memory_is_never_asked_twice(example):
+    (trace,) = traced(EXAMPLES[example])
+    assert trace.bank_conflicts() == 0

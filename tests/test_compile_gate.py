@@ -1,0 +1,72 @@
+"""Every rung of every ladder compiles for the GPUs we promise, without one at hand.
+
+A template that compiles for one type and size may fail for another. A few instances of
+each rung are compiled always, and all that its cases start with `make test-kernels`;
+with the options of the launcher, for it is the launcher's compiler.
+"""
+
+import re
+from typing import Any
+
+import pytest
+
+from minivllm.ops.nvrtc import compile_cubin, why_not_compiled_for
+from tests.kernels.cases import AttentionCase, instances, source_of
+from tests.kernels.pairwise import all_combinations
+from tests.kernels.test_ladders import RUNGS, factors_of, make
+
+ARCHITECTURES = ["sm_75", "sm_80", "sm_90"]  # T4, A100, H100
+SPILLS = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+# Of attention, always: one size of blocks, and heads that fill lanes or do not.
+BLOCK_SIZE, HEAD_DIMS = 16, [64, 80]
+
+
+@pytest.fixture(autouse=True)
+def needs_nvrtc():
+    """Skip, with the reason, where NVRTC is not installed."""
+    if reason := why_not_compiled_for("sm_80"):
+        pytest.skip(reason)
+
+
+def names_of(kind: Any, version: str, is_full: bool) -> list[str]:
+    """Return the instances that a rung's cases start: all, or a few."""
+    # What instances do not depend on has one value.
+    one_each = {"order", "num_rows", "plus_one", "heads", "seq_lens", "window"}
+    factors = {
+        name: values[:1] if name in one_each else values
+        for name, values in factors_of(kind, version).items()
+    }
+    if kind is AttentionCase and not is_full:
+        factors |= {"head_dim": HEAD_DIMS, "block_size": [BLOCK_SIZE]}
+    cases = [make(kind, version, values)[0] for values in all_combinations(factors)]
+    return instances(cases)
+
+
+def assert_compiles(kind: Any, version: str, arch: str, is_full: bool) -> None:
+    """Compile a rung without a warning, and with all its numbers in registers."""
+    names = names_of(kind, version, is_full)
+    assert len(names) >= 3, "there is an instance for each type"
+    cubin = compile_cubin(source_of(kind.file), names, arch)
+    assert cubin.names.keys() == set(names)
+    assert "warning" not in cubin.log
+    spills = re.findall(SPILLS, cubin.log)
+    assert len(spills) >= len(names)
+    assert set(spills) == {("0", "0")}, "a kernel keeps numbers in slow memory"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("kind", "version"), RUNGS)
+def test_a_rung_compiles(kind, version, arch):
+    assert_compiles(kind, version, arch, is_full=False)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("kind", "version"), RUNGS)
+def test_every_instance_of_a_rung_compiles(kind, version, arch):
+    assert_compiles(kind, version, arch, is_full=True)
+
+
+def test_a_full_gate_has_every_type_size_and_block():
+    assert len(names_of(AttentionCase, "v3", is_full=True)) == 3 * 4 * 3
+    assert len(names_of(AttentionCase, "v3", is_full=False)) == 3 * 2
