@@ -216,6 +216,7 @@ emu_switch:
 )");
 constexpr size_t SAVED_BYTES = 64;  // six registers, where to return, and alignment
 constexpr int RETURN_SLOT = 6;
+
 #elif defined(__aarch64__)
 asm(R"(
 .text
@@ -1005,7 +1006,7 @@ struct Cell {
 
 static Cell arena_cells[ARENA_BYTES];
 
-// Is an earlier access to the same byte over, wherever the threads stand?
+// Is an earlier access over for this thread, in whatever order the threads may run?
 EMU bool is_over(const Stamp& earlier, bool is_shared) {
   const Thread& me = *gpu.current;
   if (earlier.block == 0) return true;
@@ -1037,6 +1038,8 @@ EMU_COLD void report_race(const Stamp& earlier, const char* did, const char* doe
 EMU void check_read(Cell& cell, bool is_shared, uintptr_t address, void* code) {
   const Stamp& write = is_over(cell.write, is_shared) ? cell.other_atomic : cell.write;
   if (!is_over(write, is_shared)) report_race(write, "wrote", "reads", address, code);
+
+  // Remember this read, beside those that are not over for this thread.
   const Thread& me = *gpu.current;
   Stamp now = stamp_now(code);
   Stamp& read = cell.read;
@@ -1048,7 +1051,8 @@ EMU void check_read(Cell& cell, bool is_shared, uintptr_t address, void* code) {
   }
   if (!same_epoch) cell.read_by_warps = false;
   if (same_epoch && read.thread / WARP != now.thread / WARP) {
-    cell.read_by_warps = true;  // enough to know: no writer can be ordered with both
+    // Enough to know: a writer of this epoch cannot be ordered with both warps.
+    cell.read_by_warps = true;
     cell.other_reader = now.thread;
     return;
   }
@@ -1061,6 +1065,7 @@ EMU void check_read(Cell& cell, bool is_shared, uintptr_t address, void* code) {
 
 EMU void check_write(Cell& cell, bool is_shared, bool is_atomic, uintptr_t address,
                      void* code) {
+  // First: is the last write over?
   const Thread& me = *gpu.current;
   bool write_is_over = is_over(cell.write, is_shared);
   if (is_atomic && cell.written_atomically) {
@@ -1070,6 +1075,8 @@ EMU void check_write(Cell& cell, bool is_shared, bool is_atomic, uintptr_t addre
     if (!is_over(last, is_shared)) report_race(last, "wrote", "writes", address, code);
     cell.other_atomic = {};
   }
+
+  // Then: are all reads since then over? If not, `reader` becomes one that is not.
   Stamp reader = cell.read;
   bool same_epoch = reader.block == gpu.block_number && reader.epoch == gpu.epoch;
   bool is_race = !is_over(reader, is_shared);
@@ -1092,6 +1099,7 @@ EMU void check_write(Cell& cell, bool is_shared, bool is_atomic, uintptr_t addre
     }
   }
   if (is_race) report_race(reader, "read", "writes", address, code);
+
   cell.write = stamp_now(code);
   cell.written_atomically = is_atomic;
 }

@@ -622,9 +622,10 @@ class EmulatedKernel:
         )
         if is_traced:  # of the memory, only as much is used as is written
             accesses = np.empty(MAX_ACCESSES, ACCESS)
-            turns = (_Turn * MAX_TURNS)()
+            turns = np.empty(MAX_TURNS * ctypes.sizeof(_Turn), np.uint8)
             launch.accesses, launch.max_accesses = accesses.ctypes.data, MAX_ACCESSES
-            launch.turns, launch.max_turns = turns, MAX_TURNS
+            launch.turns = ctypes.cast(turns.ctypes.data, ctypes.POINTER(_Turn))
+            launch.max_turns = MAX_TURNS
         with _LAUNCHING:
             error = library.launch(self.number, launch, packed)
             output = library.functions.emu_output().decode(errors="replace")
@@ -653,7 +654,7 @@ class EmulatedKernel:
             for group in groups
         ]
         memories += [Memory(name, is_shared=True) for name in shared]
-        ran = [_turn(turn) for turn in turns[: launch.num_turns]]
+        ran = [_turn(turn) for turn in launch.turns[: launch.num_turns]]
         return Trace(accesses, places, memories, len(groups), ran)
 
 
