@@ -20,6 +20,7 @@ EQUIVALENT = {
         "share[i] = dim < HEAD_DIM ? to_float(row[dim]) : 1.0f;",
         "paged_attention.cu paged_attention_v2: float score = 1.0f;",
         "paged_attention.cu attend: float score = 1.0f;",
+        "paged_attention.cu load_part: Packed pack = {1.0f};",
     ],
     "both sides of the quotient change their sign": [
         "paged_attention.cu merged: for (int i = 0; i < num; i++) sum -= "

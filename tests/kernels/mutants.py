@@ -215,6 +215,9 @@ def noticed(mutant: Mutant) -> str | None:
                 try:
                     module = emulated([case], source)  # most need no second one
                 except KernelError as error:
+                    # Of a compiler that takes nothing, a mutant would be no better.
+                    if not any(file in str(error) for file in (*HEADERS, ladder)):
+                        raise
                     return f"does not compile: {error}"
                 if complaint := complaint_of(case, module):
                     return complaint
