@@ -82,6 +82,7 @@ def test_norms_compute_in_float32_and_leave_their_input_alone():
 
 def test_a_norm_adds_first_and_keeps_the_sum():
     plain = RMSNorm(3, 1e-5)
+    torch.nn.init.uniform_(plain.weight)  # unset until weights are loaded
     norm = TorchRMSNorm(plain.weight, 1e-5)
     x, added = torch.tensor([[1.0, 2, 3]]), torch.tensor([[4.0, 0, -1]])
     expected = plain(x + added)
