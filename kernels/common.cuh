@@ -37,6 +37,6 @@ struct alignas(WIDTH * sizeof(T)) Pack {
   T values[WIDTH];
 };
 
-// Elements in 16 bytes, the most that one instruction loads.
+// Elements in 16 bytes, the most that one instruction loads (before Blackwell).
 template <typename T>
 constexpr int WIDEST = 16 / sizeof(T);

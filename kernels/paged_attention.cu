@@ -131,15 +131,15 @@ __global__ void paged_attention_v2(T* out, const T* q, const T* k_cache,
   }
 }
 
-// v3: eight lanes are a worker, with keys of its own. Each lane loads 16 bytes at once:
-// a row of 64 numbers of 2 bytes takes the worker one instruction.
-constexpr int WORKER = 8;
+// v3: eight lanes are a team, with keys of its own. Each lane loads 16 bytes at once:
+// a row of 64 numbers of 2 bytes takes the team one instruction.
+constexpr int TEAM = 8;
 constexpr int THREADS = 128;
-constexpr int WORKERS = THREADS / WORKER;
+constexpr int TEAMS = THREADS / TEAM;
 
 // Packs that a lane has of a row, and numbers in them.
 template <typename T, int HEAD_DIM>
-constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> - 1) / (WORKER * WIDEST<T>);
+constexpr int PACKS = (HEAD_DIM + TEAM * WIDEST<T> - 1) / (TEAM * WIDEST<T>);
 template <typename T, int HEAD_DIM>
 constexpr int PART = PACKS<T, HEAD_DIM> * WIDEST<T>;
 
@@ -148,7 +148,7 @@ template <typename T, int HEAD_DIM>
 __device__ void load_part(float* part, const T* row, int lane) {
   using Packed = Pack<T, WIDEST<T>>;
   for (int i = 0; i < PACKS<T, HEAD_DIM>; i++) {
-    const int dim = (lane + i * WORKER) * WIDEST<T>;
+    const int dim = (lane + i * TEAM) * WIDEST<T>;
     Packed pack = {};
     if (dim < HEAD_DIM) pack = *(const Packed*)(row + dim);
     for (int j = 0; j < WIDEST<T>; j++)
@@ -156,20 +156,20 @@ __device__ void load_part(float* part, const T* row, int lane) {
   }
 }
 
-// What this lane's worker finds among the keys from start to end.
+// What this lane's team finds among the keys from start to end.
 template <typename T, int HEAD_DIM, int BLOCK_SIZE>
 __device__ Running<PART<T, HEAD_DIM>> attend(const T* query, const T* k_cache,
                                              const T* v_cache, const int* block_ids,
                                              float scale, int num_kv_heads,
                                              int kv_head, int start, int end) {
   constexpr int SIZE = PART<T, HEAD_DIM>;
-  const int worker = threadIdx.x / WORKER, lane = threadIdx.x % WORKER;
-  // Workers of a warp may have different numbers of keys, so each shuffles on its own.
-  const unsigned lanes = ((1u << WORKER) - 1) << (worker * WORKER % WARP);
+  const int team = threadIdx.x / TEAM, lane = threadIdx.x % TEAM;
+  // Teams of a warp may have different numbers of keys, so each shuffles on its own.
+  const unsigned lanes = ((1u << TEAM) - 1) << (team * TEAM % WARP);
   float query_part[SIZE], key_part[SIZE], value_part[SIZE];
   load_part<T, HEAD_DIM>(query_part, query, lane);
   Running<SIZE> seen;
-  for (int key = start + worker; key < end; key += WORKERS) {
+  for (int key = start + team; key < end; key += TEAMS) {
     const int64_t place =
         place_of<HEAD_DIM, BLOCK_SIZE>(block_ids, key, num_kv_heads, kv_head);
     // Both loads are on their way before the first is needed.
@@ -177,7 +177,7 @@ __device__ Running<PART<T, HEAD_DIM>> attend(const T* query, const T* k_cache,
     load_part<T, HEAD_DIM>(value_part, v_cache + place, lane);
     float score = 0.0f;
     for (int i = 0; i < SIZE; i++) score += query_part[i] * key_part[i];
-    for (int offset = WORKER / 2; offset > 0; offset /= 2)
+    for (int offset = TEAM / 2; offset > 0; offset /= 2)
       score += __shfl_xor_sync(lanes, score, offset);
     seen.add(score * scale, value_part);
   }
@@ -199,24 +199,24 @@ __device__ inline float largest(const float* tops, int num) {
   return top;
 }
 
-// What each worker of a block has seen, in shared memory.
+// What each team of a block has seen, in shared memory.
 template <int HEAD_DIM>
 struct Findings {
-  float tops[WORKERS], totals[WORKERS], mixed[WORKERS][HEAD_DIM];
+  float tops[TEAMS], totals[TEAMS], mixed[TEAMS][HEAD_DIM];
 };
 
-// Adds this worker's; each lane its part, and the first one what all lanes know.
+// Adds this team's; each lane its part, and the first one what all lanes know.
 template <typename T, int HEAD_DIM>
 __device__ void put(Findings<HEAD_DIM>& found, const Running<PART<T, HEAD_DIM>>& seen) {
-  const int worker = threadIdx.x / WORKER, lane = threadIdx.x % WORKER;
+  const int team = threadIdx.x / TEAM, lane = threadIdx.x % TEAM;
   if (lane == 0) {
-    found.tops[worker] = seen.top;
-    found.totals[worker] = seen.total;
+    found.tops[team] = seen.top;
+    found.totals[team] = seen.total;
   }
   for (int i = 0; i < PART<T, HEAD_DIM>; i++) {
-    const int pack = lane + i / WIDEST<T> * WORKER;
+    const int pack = lane + i / WIDEST<T> * TEAM;
     const int dim = pack * WIDEST<T> + i % WIDEST<T>;
-    if (dim < HEAD_DIM) found.mixed[worker][dim] = seen.mixed[i];
+    if (dim < HEAD_DIM) found.mixed[team][dim] = seen.mixed[i];
   }
 }
 
@@ -237,11 +237,11 @@ __global__ void paged_attention_v3(T* out, const T* q, const T* k_cache,
       query, k_cache, v_cache, block_ids, scale, num_kv_heads, kv_head, start, end);
   put<T>(found, seen);
   __syncthreads();
-  const float top = largest(found.tops, WORKERS);
-  const float total = merged<1>(found.totals, found.tops, WORKERS, top);
+  const float top = largest(found.tops, TEAMS);
+  const float total = merged<1>(found.totals, found.tops, TEAMS, top);
   T* to = out + (int64_t(request) * num_heads + head) * HEAD_DIM;
   for (int dim = threadIdx.x; dim < HEAD_DIM; dim += blockDim.x) {
-    const float sum = merged<HEAD_DIM>(&found.mixed[0][dim], found.tops, WORKERS, top);
+    const float sum = merged<HEAD_DIM>(&found.mixed[0][dim], found.tops, TEAMS, top);
     to[dim] = from_float<T>(sum / total);
   }
 }
@@ -270,15 +270,15 @@ __global__ void paged_attention_v4(float* tops, float* totals, float* mixed, con
       query, k_cache, v_cache, block_ids, scale, num_kv_heads, kv_head, start, end);
   put<T>(found, seen);
   __syncthreads();
-  const float top = largest(found.tops, WORKERS);
+  const float top = largest(found.tops, TEAMS);
   const int64_t place = (int64_t(request) * num_heads + head) * num_splits + split;
   if (threadIdx.x == 0) {
     tops[place] = top;
-    totals[place] = merged<1>(found.totals, found.tops, WORKERS, top);
+    totals[place] = merged<1>(found.totals, found.tops, TEAMS, top);
   }
   for (int dim = threadIdx.x; dim < HEAD_DIM; dim += blockDim.x)
     mixed[place * HEAD_DIM + dim] =
-        merged<HEAD_DIM>(&found.mixed[0][dim], found.tops, WORKERS, top);
+        merged<HEAD_DIM>(&found.mixed[0][dim], found.tops, TEAMS, top);
 }
 
 // The second kernel of v4: one block per head.

@@ -38,11 +38,14 @@ def cells(html: str) -> list[str]:
 
 
 def test_each_place_shows_the_thread_that_touched_it():
-    trace = trace_of([(1, i % 2, 1, WRITE, OUT, 4 * i, 4) for i in range(4)])
-    figure = draw.touched(trace, "out", (2, 4), "write")
+    rows = [(1, i % 2, 1, WRITE, OUT, 4 * i, 4) for i in range(4)]
+    figure = draw.touched(trace_of(rows), "out", (2, 4), "write")
     assert cells(figure.body) == ["0", "1", "0", "1", ""]
-    assert "row 0, block 1" in figure.body
     assert "row 1: 4 by none" in str(figure)
+    assert "block" not in figure.body  # there is one
+    rows.append((0, 0, 1, WRITE, OUT, 16, 4))
+    figure = draw.touched(trace_of(rows), "out", (2, 4), "write")
+    assert "row 0, block 1" in figure.body and "row 1, block 0" in figure.body
 
 
 def test_neighbours_of_one_thread_are_one_piece():
@@ -99,7 +102,7 @@ def test_the_passes_of_shared_memory_are_those_of_the_trace(stride):
     trace = loads(stride, memory=SHARED)
     figure = draw.banks({"v": trace}, "sums")
     passes = 1 + trace.bank_conflicts("sums")
-    assert f"{passes} passes for 1 instructions" in str(figure)
+    assert f"{passes} passes for 1 reads" in str(figure)
     assert ("mv-again" in figure.body) == (passes > 1)
 
 

@@ -172,7 +172,9 @@ class SoftmaxCase(Case):
         rungs.softmax(kernels, self.version, out, scores, **options)
         with np.errstate(invalid="ignore"):  # the row without scores
             expected = softmax(to_numpy(scores))
-        assert_rounded(out, expected)
+        # A thread of v1 adds up a whole row; its roundings cancel each other in part.
+        units = 32 + 2 * math.sqrt(self.size) * (self.version == "v1")
+        assert_rounded(out, expected, units)
         assert scores.equal(before), "an input was changed"
 
 
@@ -189,7 +191,7 @@ class AttentionCase(Case):
     seq_lens: tuple[int, ...]
     window: int | None
     shift: float = 0.0  # added to all scores, which changes no share
-    split_size: int = 24  # more keys than workers, and not in step with blocks
+    split_size: int = 24  # more keys than teams, and not in step with blocks
     file = "paged_attention.cu"
 
     def run(self, kernels: rungs.Kernels, device: str = "cpu", **options: Any) -> None:

@@ -49,21 +49,21 @@ EQUIVALENT = {
             "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 0) / WARP;",
             "paged_attention_v2: for (int i = 0; i <= SIZE; i++) {",
             "put: for (int i = 0; i <= PART<T, HEAD_DIM>; i++) {",
-            "PACKS: constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> + 1) / "
-            "(WORKER * WIDEST<T>);",
-            "PACKS: constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> - 1) / "
-            "(WORKER / WIDEST<T>);",
-            "PACKS: constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> - 1) % "
-            "(WORKER * WIDEST<T>);",
-            "PACKS: constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> - 0) / "
-            "(WORKER * WIDEST<T>);",
+            "PACKS: constexpr int PACKS = (HEAD_DIM + TEAM * WIDEST<T> + 1) / "
+            "(TEAM * WIDEST<T>);",
+            "PACKS: constexpr int PACKS = (HEAD_DIM + TEAM * WIDEST<T> - 1) / "
+            "(TEAM / WIDEST<T>);",
+            "PACKS: constexpr int PACKS = (HEAD_DIM + TEAM * WIDEST<T> - 1) % "
+            "(TEAM * WIDEST<T>);",
+            "PACKS: constexpr int PACKS = (HEAD_DIM + TEAM * WIDEST<T> - 0) / "
+            "(TEAM * WIDEST<T>);",
         )
     ],
     "it differs only for a HEAD_DIM of 32 n + 1, and heads are even": [
         "paged_attention.cu SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 2) / WARP;",
         "paged_attention.cu PACKS: "
-        "constexpr int PACKS = (HEAD_DIM + WORKER * WIDEST<T> - 2) / "
-        "(WORKER * WIDEST<T>);",
+        "constexpr int PACKS = (HEAD_DIM + TEAM * WIDEST<T> - 2) / "
+        "(TEAM * WIDEST<T>);",
     ],
     "a split without keys writes what nobody reads": [
         "paged_attention.cu paged_attention_v4: if (start > end) return;",

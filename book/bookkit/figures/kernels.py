@@ -97,7 +97,7 @@ def _select(trace: Any, memory: str, kind: str) -> Any:
 
 def _shade(number: int, count: int) -> str:
     """Return class and style of a cell with one of `count` numbers."""
-    share = 8 + 38 * number / max(1, count - 1)  # never too dark to read on
+    share = 14 + 34 * number / max(1, count - 1)  # never too dark to read on
     return f'class="mv-shade" style="--mv-share:{share:.0f}%'
 
 
@@ -129,9 +129,10 @@ def touched(
             threads[row][column].add(int(access.thread))
     count = 1 + max((max(who) for row in threads for who in row if who), default=0)
     lines, html = [], []
+    has_many_blocks = len(set().union(*blocks)) > 1
     for row in range(num_rows):
         name = f"{row_name} {row}"
-        if blocks[row]:
+        if blocks[row] and has_many_blocks:
             name += ", block " + ", ".join(map(str, sorted(blocks[row])))
         cells, runs = [], _runs(threads[row])
         for who, length in runs:
@@ -275,7 +276,7 @@ def banks(
                 asked = len(words.get(bank, ()))
                 state = "mv-again" if asked > 1 else "mv-once" if asked else "mv-idle"
                 cells.append(f'<i class="{state}">{asked if asked > 1 else ""}</i>')
-        told = f"{sum(most)} passes for {len(steps)} instructions"
+        told = f"{sum(most)} passes for {len(steps)} {kind}s"
         panels.append(
             f'<div class="mv-panel"><div class="mv-panel-title">{escape(name)} '
             f'<small>{told}</small></div><div class="mv-banks">{"".join(cells)}'
@@ -283,7 +284,7 @@ def banks(
         )
         lines.append(f"{name}: {told}, each {most}")
     note = (
-        '<p class="mv-note">One row for each instruction of the first warp, one column '
+        f'<p class="mv-note">One row for each {kind} of the first warp, one column '
         "for each of the 32 banks. Blue: asked for one word. Red: asked for so many "
         "different words, one after the other.</p>"
     )
@@ -346,7 +347,7 @@ def turns(trace: Any, num_threads: int, block: int) -> Figure:
     )
     note = (
         '<p class="mv-note">A bar is a thread at work, a dashed line a barrier. The '
-        "emulator lets one thread run at a time; on a GPU a warp runs together.</p>"
+        "emulator lets one thread run at a time; on a GPU the lanes of a warp mostly run together.</p>"
     )
     text = "\n".join([told, *(f"  barrier {i}: {p}" for i, p in enumerate(places))])
     return Figure(
