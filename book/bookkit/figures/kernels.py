@@ -347,7 +347,8 @@ def turns(trace: Any, num_threads: int, block: int) -> Figure:
     )
     note = (
         '<p class="mv-note">A bar is a thread at work, a dashed line a barrier. The '
-        "emulator lets one thread run at a time; on a GPU the lanes of a warp mostly run together.</p>"
+        "emulator lets one thread run at a time; on a GPU the lanes of a warp mostly "
+        "run together.</p>"
     )
     text = "\n".join([told, *(f"  barrier {i}: {p}" for i, p in enumerate(places))])
     return Figure(
