@@ -1477,8 +1477,8 @@ def argument_kernel(name: str, check: bool = True):
             (floats(4), floats(4), 4, "1", False, 0.0),
             "argument 3 is long long step, but a str",
         ),
-        ((floats(4), floats(4), 4, 1, 1, 0.0), "argument 4 is bool twice, but a int"),
-        ((floats(4), floats(4), 4, 1, True, 1), "argument 5 is double add, but a int"),
+        ((floats(4), floats(4), 4, 1, 1, 0.0), "argument 4 is bool twice, but an int"),
+        ((floats(4), floats(4), 4, 1, True, 1), "argument 5 is double add, but an int"),
     ],
 )
 def test_arguments_are_checked_against_the_kernel(arguments, message):

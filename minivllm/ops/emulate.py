@@ -9,7 +9,7 @@ KernelError that names thread, file and line, and harms no later launch.
 
 Called by `minivllm.ops.launch` for tensors on a CPU, by chapters and tests.
 
-In vLLM: none; kernels are tested on GPUs, with NVIDIA's compute-sanitizer.
+In vLLM: none; on a GPU NVIDIA's compute-sanitizer looks for the same mistakes.
 Source: appendix A15, "A GPU in one header".
 """
 

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ SCALARS: dict[str, Any] = {
     "float32": ctypes.c_float,
     "float64": ctypes.c_double,
 }
+# The types of Python for the same: bool, int, float.
+PLAIN_TYPES = {dtype: type(carrier().value) for dtype, carrier in SCALARS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +220,15 @@ def pack_arguments(
             f"{instance} takes {len(parameters)} arguments ({expected}), "
             f"not {len(arguments)}"
         )
-    packed = []
-    pairs = zip(parameters, arguments, strict=True)
-    for index, (parameter, argument) in enumerate(pairs):
+    packed: list[Any] = []
+    for parameter, argument in zip(parameters, arguments, strict=True):
         try:
             pack = _pack_pointer if parameter.is_pointer else _pack_number
             packed.append(pack(parameter, argument))
         except TypeError as error:
             raise KernelError(
-                f"{instance}: argument {index} is {parameter}, but {error} was passed"
+                f"{instance}: argument {len(packed)} is {parameter}, but {error} was "
+                "passed"
             ) from None
     return packed
 
@@ -234,7 +237,7 @@ def _pack_pointer(parameter: Parameter, array: Any) -> ctypes.c_void_p:
     if array is None:
         return ctypes.c_void_p()
     if not is_array(array):
-        raise TypeError(f"a {type(array).__name__}")
+        raise TypeError(_with_article(array))
     dtype = str(array.dtype).removeprefix("torch.")
     if dtype != parameter.dtype and (parameter.dtype, dtype) != ("bfloat16", "uint16"):
         raise TypeError(f"an array of {dtype}")
@@ -246,21 +249,34 @@ def _pack_pointer(parameter: Parameter, array: Any) -> ctypes.c_void_p:
 
 
 def _pack_number(parameter: Parameter, number: Any) -> Any:
-    cls = SCALARS[parameter.dtype]
+    plain_type = PLAIN_TYPES[parameter.dtype]
+    if type(number) is not plain_type:  # seldom, and slower to decide
+        number = _to_plain(number, plain_type)
+    packed = SCALARS[parameter.dtype](number)
+    if plain_type is int and packed.value != number:
+        raise TypeError(f"{number}, which does not fit,")
+    return packed
+
+
+def _to_plain(number: Any, plain_type: type) -> Any:
+    """Return a number of NumPy or ctypes as one of Python, if it is of that kind."""
     if isinstance(number, ctypes._SimpleCData):
         number = number.value
-    if parameter.dtype == "bool":
+    if plain_type is bool:
         is_right = isinstance(number, bool | np.bool_)
-    elif parameter.dtype.startswith("float"):
+    elif plain_type is float:
         is_right = isinstance(number, Real) and not isinstance(number, Integral)
     else:
         is_right = isinstance(number, Integral)
     if not is_right:
-        raise TypeError(f"a {type(number).__name__}")
-    value = cls(number)
-    if isinstance(number, Integral) and value.value != number:
-        raise TypeError(f"{number}, which does not fit,")
-    return value
+        raise TypeError(_with_article(number))
+    return plain_type(number)
+
+
+def _with_article(value: Any) -> str:
+    """Return "an int", "a float"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"  # but "a uint8"
 
 
 # The limits of every GPU since 2014 (CUDA C++ Programming Guide, compute capabilities).
@@ -282,10 +298,8 @@ def check_launch(
     sizes = []
     for kind, given, limit in (("grid", grid, MAX_GRID), ("block", block, MAX_BLOCK)):
         sides = (given,) if isinstance(given, Integral) else tuple(given)
-        sides = tuple(int(side) for side in sides) + (1,) * (3 - len(sides))
-        if len(sides) > 3 or not all(
-            1 <= side <= most for side, most in zip(sides, limit, strict=True)
-        ):
+        sides = (*map(int, sides), *(1,) * (3 - len(sides)))
+        if len(sides) > 3 or min(sides) < 1 or any(map(gt, sides, limit)):
             raise KernelError(
                 f"{instance}: the {kind} is {given}, but its sides must be from 1 to "
                 f"{', '.join(map(str, limit))}: launch nothing if there is nothing to "

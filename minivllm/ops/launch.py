@@ -139,11 +139,10 @@ def gpu_of(
     Raises:
         KernelError: One is elsewhere, where its address means something else.
     """
-    devices = {
-        argument.device
-        for parameter, argument in zip(parameters, arguments, strict=True)
-        if parameter.is_pointer and argument is not None
-    }
+    devices = set()
+    for parameter, argument in zip(parameters, arguments, strict=True):
+        if parameter.is_pointer and argument is not None:
+            devices.add(argument.device)
     if len(devices) == 1:
         (device,) = devices
         if getattr(device, "type", None) == "cuda":  # NumPy's is a text
