@@ -22,9 +22,10 @@ endif
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BOOK := _build/html
 
-# Several processes with several threads each on few cores wait for one another.
+# Several processes with several threads each on few cores wait for one another. And what
+# the tests compare was made without a GPU: those that want one run with `make gpu`.
 TESTING := CI=true OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
-	TOKENIZERS_PARALLELISM=false
+	TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow test-kernels gpu check book chapters serve-book clean clean-all
@@ -47,6 +48,21 @@ test-slow: .venv/test.stamp  ## run the tests that take minutes
 
 test-kernels: .venv/test.stamp  ## all kernel tests: every shape, order and planted bug
 	$(TESTING) $(BIN)/python -m pytest -q -n $(WORKERS) --dist load -m kernels tests
+
+# -m "" takes the slow ones, too. Numbers are written only if all tests pass.
+gpu: has-gpu .venv/test.stamp  ## on an NVIDIA GPU: test the kernels, then measure them
+	@$(BIN)/python -c "import sys; from minivllm.ops.launch import why_no_launch; \
+		sys.exit(why_no_launch())" || { echo "make gpu: no kernel can run: see above," \
+		"and 'Which torch' in README.md for TORCH and TORCH_ARGS" >&2; exit 1; }
+	$(BIN)/python -m pytest -q -m "" tests/gpu
+	$(BIN)/python -m benchmarks.kernels
+
+# Before anything is installed; a driver without a GPU does not start.
+.PHONY: has-gpu
+has-gpu: .venv/venv.stamp
+	@$(BIN)/python -c "import ctypes, sys; \
+		sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0))" 2>/dev/null || { \
+		echo "make gpu: there is no NVIDIA GPU here, or no driver for it" >&2; exit 1; }
 
 check: .venv/test.stamp  ## lint; are sources, notebooks and package in step?
 	$(BIN)/python -m ruff check .
@@ -111,6 +127,10 @@ else
 	@touch $@
 endif
 
+# A torch for GPUs has brought parts of CUDA, in the versions that it needs.
 .venv/test.stamp: .venv/torch.stamp .venv/book.stamp
-	$(PIP) install -q -c .venv/constraints.txt -e ".[torch,grammar,book,test]"
+	@$(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is None)" \
+		&& sed '/^nvidia-/d' .venv/constraints.txt > .venv/test.txt \
+		|| cp .venv/constraints.txt .venv/test.txt
+	$(PIP) install -q -c .venv/test.txt -e ".[torch,grammar,book,test]"
 	@touch $@

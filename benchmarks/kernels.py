@@ -1,4 +1,4 @@
-"""Time every rung of the ladders on a GPU, beside torch and the limit of the machine.
+"""Time every rung of the ladders on a GPU, beside torch and a copy of memory.
 
 python -m benchmarks.kernels                 # some minutes
 python -m benchmarks.kernels --ops rms_norm  # a part of it, to look at
@@ -7,19 +7,23 @@ Prints a table, and writes it to benchmarks/results/gpu-<device>.json if it is c
 
 What the kernels do is limited by memory. So each job counts the bytes that have to be
 moved at least, each input read once and each output written once, and a rung is told
-by the GB/s that it would move if it moved no more. The limit is what a plain copy
-reaches. Inputs are cold: a job has several copies of them, more than the cache of the
-GPU holds, and takes them in turn. Calls are recorded in a CUDA graph and replayed, so
-that the time in which Python starts kernels is not measured.
+by the GB/s that it would move if it moved no more. The ceiling is what a plain copy
+reaches. (That of arithmetic is measured, too, to show how far away it is.) Inputs and
+outputs are cold: a job has several copies of them, more than the cache of the GPU
+holds, and takes them in turn. Calls are recorded in a CUDA graph and replayed, so that
+the time in which Python starts kernels is not measured.
 """
 
 import argparse
 import json
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +31,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.errors import BackendUnavailable
+import minivllm
 from minivllm.ops import rungs
 from minivllm.ops.launch import KernelFile, why_no_launch
 from minivllm.ops.paged_attention import PaddedAttention
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 EPS = 1e-5
 NUM_COUNTED = 5
 REPLAYS_S = 0.02  # of each counted measurement
+SLOW_S = 1.0  # of all counted ones: the naive rungs get fewer
 MAX_COPIES = 256
 COPY_BYTES = 2**30
+MATMUL_SIZE = 8192
 
 Record = dict[str, Any]
 Call = Callable[[], Tensor]
@@ -201,12 +208,11 @@ def all_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
 def time_calls(calls: Sequence[Call]) -> float:
     """Return the seconds that one of some calls takes on the GPU: a median.
 
-    They are recorded in a graph; each has to have run before.
+    They are recorded in a graph; their kernels have to be loaded.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        results = [call() for call in calls]  # kept, so that none reuses another's
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def replay(num: int) -> float:
@@ -218,9 +224,12 @@ def time_calls(calls: Sequence[Call]) -> float:
         return start.elapsed_time(end) / 1000 / num / len(calls)
 
     replay(1)
-    seconds = replay(1)
-    num = max(1, int(REPLAYS_S / (seconds * len(calls))))
-    return statistics.median(replay(num) for _ in range(NUM_COUNTED))
+    replay_s = replay(1) * len(calls)
+    num = max(1, int(REPLAYS_S / replay_s))
+    num_counted = min(NUM_COUNTED, max(1, int(SLOW_S / (num * replay_s))))
+    seconds = statistics.median(replay(num) for _ in range(num_counted))
+    del results
+    return seconds
 
 
 def measure(job: Job, cache_bytes: int, time_calls: TimeCalls) -> list[Record]:
@@ -233,27 +242,33 @@ def measure(job: Job, cache_bytes: int, time_calls: TimeCalls) -> list[Record]:
 
     Returns:
         For each rung its time, the GB/s that it would move if it moved no more than it
-        has to, and how much faster than torch it is.
+        has to, and its speed as a multiple of torch's.
     """
     num_copies = min(MAX_COPIES, -(-2 * cache_bytes // job.num_bytes)) + 1
     copies = [job.make() for _ in range(num_copies)]
     seconds = {}
-    for version in copies[0]:
-        calls = [copy[version] for copy in copies]
+    for rung in copies[0]:
+        calls = [copy[rung] for copy in copies]
         calls[0]()  # compiles and loads it
-        seconds[version] = time_calls(calls)
+        seconds[rung] = time_calls(calls)
     return [
         {
             "op": job.op,
-            "version": version,
-            "dtype": str(job.dtype).removeprefix("torch."),
-            **job.sizes,
-            "us": seconds[version] * 1e6,
-            "gb_s": job.num_bytes / seconds[version] / 1e9,
-            "times_torch": seconds["torch"] / seconds[version],
+            "rung": rung,
+            "dtype": name_of(job.dtype),
+            "shape": job.sizes,
+            "median_us": seconds[rung] * 1e6,
+            "bytes": job.num_bytes,
+            "gb_per_s": job.num_bytes / seconds[rung] / 1e9,
+            "of_torch": seconds["torch"] / seconds[rung],
         }
-        for version in copies[0]
+        for rung in copies[0]
     ]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def copy_gb_s(device: str, time_calls: TimeCalls, num_bytes: int = COPY_BYTES) -> float:
@@ -264,6 +279,15 @@ def copy_gb_s(device: str, time_calls: TimeCalls, num_bytes: int = COPY_BYTES) -
     return 2 * num_bytes / time_calls([lambda: target.copy_(source)]) / 1e9
 
 
+def matmul_tflop_s(
+    device: str, dtype: torch.dtype, time_calls: TimeCalls, size: int = MATMUL_SIZE
+) -> float:
+    """Return how fast torch multiplies two square matrices."""
+    left, right = torch.randn(2, size, size, device=device).to(dtype)
+    left @ right  # loads what it needs
+    return 2 * size**3 / time_calls([lambda: left @ right]) / 1e12
+
+
 def run(
     jobs: Sequence[Job],
     device: str,
@@ -271,16 +295,35 @@ def run(
     time_calls: TimeCalls,
     note: Callable[[str], None] = print,
 ) -> Record:
-    """Measure the limit, then all jobs; every rung is told as a share of the limit."""
-    limit = copy_gb_s(device, time_calls)
-    note(f"a copy moves {limit:.0f} GB/s")
-    records: list[Record] = []
+    """Measure the ceilings, then all jobs, each rung as a share of what a copy moves.
+
+    A job that the memory of the GPU is too small for is left out, and named.
+    """
+    copy = copy_gb_s(device, time_calls)
+    note(f"a copy moves {copy:.0f} GB/s")
+    matmuls = {}
+    for dtype in dict.fromkeys(job.dtype for job in jobs):
+        matmuls[name_of(dtype)] = matmul_tflop_s(device, dtype, time_calls)
+        note(f"a product makes {matmuls[name_of(dtype)]:.0f} TFLOP/s in {dtype}")
+    rows: list[Record] = []
+    left_out: list[Record] = []
     for job in jobs:
-        for record in measure(job, cache_bytes, time_calls):
-            record["of_limit"] = record["gb_s"] / limit
-            records.append(record)
-            note(row_of(record))
-    return {"copy_gb_s": limit, "results": [rounded(record) for record in records]}
+        try:
+            measured = measure(job, cache_bytes, time_calls)
+        except torch.OutOfMemoryError:
+            left_out.append({"op": job.op, "shape": job.sizes})
+            note(f"too large for this GPU: {left_out[-1]}")
+            continue
+        for row in measured:
+            row["of_ceiling"] = row["gb_per_s"] / copy
+            rows.append(row)
+            note(line_of(row))
+    ceilings = {"copy_gb_per_s": copy, "matmul_tflop_per_s": rounded(matmuls)}
+    return {
+        "ceilings": rounded(ceilings),
+        "rows": [rounded(row) for row in rows],
+        "left_out": left_out,
+    }
 
 
 def rounded(record: Record) -> Record:
@@ -291,38 +334,46 @@ def rounded(record: Record) -> Record:
     }
 
 
-def row_of(record: Record) -> str:
+def line_of(row: Record) -> str:
     """Write a result in one line."""
-    measured = ("us", "gb_s", "of_limit", "times_torch")
-    named = ("op", "version", "dtype", *measured)
-    sizes = " x ".join(str(v) for name, v in record.items() if name not in named)
+    shape = " x ".join(map(str, row["shape"].values()))
     return (
-        f"{record['op']:18} {record['version']:5} {record['dtype']:8} {sizes:26}"
-        f"{record['us']:10.1f} us {record['gb_s']:7.0f} GB/s "
-        f"{record['of_limit']:6.1%} of the limit, {record['times_torch']:.2f} x torch"
+        f"{row['op']:18} {row['rung']:5} {row['dtype']:8} {shape:26}"
+        f"{row['median_us']:10.1f} us {row['gb_per_s']:7.0f} GB/s "
+        f"{row['of_ceiling']:6.1%} of a copy's, {row['of_torch']:.2f} x torch"
     )
+
+
+def output_of(*command: str) -> str | None:
+    """Return the first line that a command prints, or None if there is none."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return next(iter(done.stdout.splitlines()), None)
 
 
 def describe_gpu() -> Record:
     """Return what the numbers belong to."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False)
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "device": properties.name,
-        "architecture": f"sm_{properties.major}{properties.minor}",
+        "capability": f"{properties.major}.{properties.minor}",
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "cache_mib": properties.L2_cache_size / 2**20,
-        "driver": (driver.stdout.split() or ["unknown"])[0],
+        "driver": output_of(*query),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
+        "minivllm": minivllm.__version__,
+        "commit": output_of("git", "describe", "--always", "--dirty"),
+        "date": date.today().isoformat(),
         "command": " ".join(["python -m benchmarks.kernels", *sys.argv[1:]]),
     }
 
 
 def result_path(device: str) -> Path:
     """Return where the numbers of a device are kept."""
-    return RESULTS / f"gpu-{'-'.join(device.lower().split())}.json"
+    return RESULTS / f"gpu-{'-'.join(re.findall(r'[a-z0-9]+', device.lower()))}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -332,9 +383,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ops", nargs="+", choices=ops, default=ops)
     options = parser.parse_args(arguments)
     if reason := why_no_launch():
-        raise BackendUnavailable(f"the kernels cannot be timed: {reason}")
+        sys.exit(f"the kernels are timed on a GPU, and none can be used: {reason}")
     gpu = describe_gpu()
-    # Before sm_80, bfloat16 is emulated by the processor.
+    # Before sm_80 no GPU multiplies in bfloat16.
     has_bfloat16 = torch.cuda.get_device_capability() >= (8, 0)
     dtype = torch.bfloat16 if has_bfloat16 else torch.float16
     jobs = [job for job in all_jobs("cuda", dtype) if job.op in options.ops]

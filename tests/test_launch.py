@@ -275,6 +275,17 @@ def test_without_a_driver_the_reason_is_told():
         Driver("libcuda-of-nobody.so")
 
 
+def test_a_driver_that_does_not_start_is_no_driver(fake_cuda, monkeypatch):
+    """As after an update of the driver, before the machine is started again."""
+
+    def call(self, function, *arguments):
+        raise KernelError(f"{function} fails: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
+
+    monkeypatch.setattr(Driver, "call", call)
+    with pytest.raises(BackendUnavailable, match="does not start: cuInit fails: CUDA_"):
+        Driver(fake_cuda.driver.library._name)
+
+
 def test_each_thing_that_is_missing_is_named(fake_cuda, monkeypatch):
     reason = why_no_launch.__wrapped__
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

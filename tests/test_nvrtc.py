@@ -1,6 +1,8 @@
 """NVRTC: what it compiles, what it says, and where it is looked for."""
 
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -18,6 +20,9 @@ from minivllm.ops.nvrtc import (
 
 needs_nvrtc = pytest.mark.skipif(
     why_not_compiled_for("sm_80") is not None, reason=str(why_not_compiled_for("sm_80"))
+)
+needs_c_compiler = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="there is no C compiler for a stand-in of NVRTC"
 )
 SOURCE = """
 template <typename T>
@@ -238,6 +243,30 @@ def test_a_library_that_cannot_be_loaded_is_told(places):
     places("toolkit/lib64/libnvrtc.so.13", "no library")
     with pytest.raises(BackendUnavailable, match=r"NVRTC cannot be loaded: .*libnvrtc"):
         find_nvrtc()
+
+
+@needs_c_compiler
+def test_both_halves_of_the_library_are_loaded(places):
+    """Some wheels do not say where the second one is, and NVRTC asks for its name."""
+    folder = places.headers("toolkit", 13000).parent / "lib64"
+    halves = {
+        "libnvrtc-builtins.so.13.0": "int builtins;",
+        "libnvrtc.so.13": """
+            #include <dlfcn.h>
+            const char* nvrtcGetErrorString(int code) { return "half is missing"; }
+            int nvrtcVersion(int* major, int* minor) {
+              *major = 13;
+              *minor = 0;
+              return dlopen("libnvrtc-builtins.so.13.0", RTLD_LAZY) ? 0 : 7;
+            }
+        """,
+    }
+    for name, text in halves.items():
+        source = places(f"{name}.c", text)
+        folder.mkdir(exist_ok=True)
+        command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", str(source)]
+        subprocess.run([*command, "-o", str(folder / name)], check=True)
+    assert find_nvrtc().version == (13, 0)
 
 
 @pytest.fixture

@@ -41,7 +41,12 @@ class Driver:
         # ctypes passes numbers in 32 bits, and the handle of a stream is an address.
         sizes, pointers = [ctypes.c_uint] * 7, [ctypes.c_void_p] * 3
         self.library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *sizes, *pointers]
-        self.call("cuInit", 0)
+        try:
+            self.call("cuInit", 0)
+        except KernelError as error:
+            raise BackendUnavailable(
+                f"the CUDA driver does not start: {error}"
+            ) from error
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a function of the library, all of which return an error code.

@@ -53,6 +53,9 @@ class Nvrtc:
 
     def __init__(self, library: Path) -> None:
         try:
+            # NVRTC opens its other half by name, and not every wheel says where.
+            for part in library.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(part))
             self.library = ctypes.CDLL(str(library))
         except OSError as error:
             raise BackendUnavailable(f"NVRTC cannot be loaded: {error}") from error

@@ -1,10 +1,16 @@
 """Operators and engine on the device: what the CPU and the NumPy twin compute."""
 
+import sysconfig
+from collections import defaultdict
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 
 from minivllm.generation import generate_naive
 from minivllm.ops.cuda import fused_add_rms_norm, paged_attention, rms_norm, softmax
+from minivllm.request import ModelOutput, SchedulerOutput
 from minivllm.runners.torch_runner import TorchRunner
 from tests.parity.tiny import numpy_decoder, torch_decoder
 from tests.test_cuda_ops import assert_close, norms_and_shares, operators
@@ -20,6 +26,7 @@ from tests.test_torch_runner import (
     run,
 )
 
+Weights = dict[str, torch.Tensor]
 OPERATORS = [rms_norm, fused_add_rms_norm, softmax, paged_attention]
 
 
@@ -37,12 +44,15 @@ def test_torchs_own_checks_pass(operator, gpu):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_model_compiles_into_one_graph(backend, gpu):
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if backend == "inductor" and not (find_spec("triton") and header.exists()):
+        pytest.skip("inductor needs Triton and the headers of Python (python3-dev)")
     x, added = torch.randn(2, 3, 32, device=gpu)
     weight = torch.randn(32, device=gpu)
     compiled = torch.compile(norms_and_shares, fullgraph=True, backend=backend)
     results = compiled(x, added, weight), norms_and_shares(x, added, weight)
     for ours, theirs in zip(*results, strict=True):
-        assert_close(ours, theirs)
+        assert_close(ours, theirs, units=16)  # Triton's sine is not torch's
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -57,10 +67,10 @@ def test_operators_are_captured_into_a_graph(operator, gpu):
     assert out.equal(expected)
 
 
-def make_runner(gpu: str) -> TorchRunner:
-    """Return a runner on the device, in float32."""
+def make_runner(gpu: str, weights: Weights = WEIGHTS) -> TorchRunner:
+    """Return a runner on the device, with our kernels."""
     runner = TorchRunner(
-        torch_decoder(SPEC, WEIGHTS).to(gpu),
+        torch_decoder(SPEC, weights).to(gpu),
         num_blocks=64,
         block_size=BLOCK_SIZE,
         max_model_len=256,
@@ -78,6 +88,34 @@ def test_the_engine_gives_the_tokens_of_the_numpy_twin(budget, gpu):
     requests = [make_request(index, tokens) for index, tokens in enumerate(PROMPTS)]
     run(runner, requests, make_scheduler(runner, budget))
     assert answers(requests) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_in_16_bits_are_those_of_the_numpy_twin(dtype, gpu):
+    """The tokens need not be, where two are close: the twin scores the engine's own."""
+    if dtype is torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU does not multiply in bfloat16")
+    weights = {name: weight.to(dtype) for name, weight in WEIGHTS.items()}
+    runner, twin = make_runner(gpu, weights), numpy_decoder(SPEC, weights)
+    requests = [make_request(index, tokens) for index, tokens in enumerate(PROMPTS)]
+    found, execute = defaultdict(list), runner.execute
+
+    def execute_and_note(step: SchedulerOutput) -> ModelOutput:
+        output = execute(step)
+        for request_id, scores in output.token_logits.items():
+            found[request_id] += scores
+        return output
+
+    runner.execute = execute_and_note
+    run(runner, requests)
+    for request in requests:
+        ours = found[request.request_id]
+        assert len(ours) == NUM_NEW
+        for i, token_id in enumerate(request.output_token_ids):
+            tokens = request.token_ids[: request.num_prompt_tokens + i]
+            logits = twin.next_token_logits(tokens)
+            allowed = 8 * torch.finfo(dtype).eps * abs(logits).max()
+            assert abs(ours[i] - logits[token_id]) <= allowed
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,9 +148,10 @@ except RuntimeError:
     pass
 module["scale<float>"](1, 32, x, x, 2.0, 8)
 """
+    command, root = [sys.executable, "-c", script], Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True
+        command, capture_output=True, text=True, cwd=root, timeout=300
     )
-    assert done.returncode == 1
+    assert done.returncode
     assert "minivllm.errors.KernelError: scale<float>: cu" in done.stderr
     assert "CUDA_LAUNCH_BLOCKING=1" in done.stderr

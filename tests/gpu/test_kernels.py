@@ -1,5 +1,6 @@
 """The cases of tests/kernels on a GPU: the same rungs, the same numbers."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from minivllm.errors import KernelError
 from minivllm.ops import rungs
 from minivllm.ops.launch import CudaModule
+from minivllm.ops.nvrtc import installed
+from tests.gpu.sanitized import KERNELS
 from tests.kernels.cases import (
     AttentionCase,
     Case,
@@ -51,9 +55,14 @@ def compiled(cases: list[Case]) -> CudaModule:
 @pytest.mark.parametrize(("kind", "version"), RUNGS)
 def test_a_rung_computes_what_numpy_does(kind, version):
     cases = cases_of(kind, version)
-    module = compiled(cases)
+    module, failures = compiled(cases), []
     for case in cases:
-        case.run(module, device="cuda")
+        try:
+            case.run(module, device="cuda")
+        except (AssertionError, KernelError) as error:
+            failures.append(f"{case!r}: {error}")
+    told = "\n".join(failures[:20])
+    assert not failures, f"{len(failures)} of {len(cases)} are wrong, such as\n{told}"
 
 
 @pytest.mark.parametrize("case", [*LARGE, VarianceCase("v1", "float32", 5000, 99)])
@@ -98,14 +107,52 @@ def test_a_captured_step_is_the_step():
             assert ours.equal(theirs)
 
 
-@pytest.mark.skipif(
-    shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not here"
-)
+# What each tool says of the mistake in `sanitized.py` that is meant for it.
+COMPLAINTS = {
+    "memcheck": "Invalid __global__",
+    "racecheck": "Race reported",
+    "initcheck": "Uninitialized __global__",
+}
+
+
+def find_sanitizer() -> str | None:
+    """Return compute-sanitizer: of the PATH, of a toolkit, or of a wheel."""
+    found = reversed(installed("bin/compute-sanitizer"))  # wheels may be incomplete
+    return shutil.which("compute-sanitizer") or next(map(str, found), None)
+
+
+def sanitize(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `sanitized.py` under a tool, which watches our kernels and not torch's."""
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer, a part of NVIDIA's CUDA toolkit, is not here")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "1"]
+    # Importing torch takes a while; and torch asks CUDA things that it may refuse.
+    command += ["--launch-timeout", "0", "--report-api-errors", "no"]
+    command += ["--target-processes", "application-only"]
+    for kernel in KERNELS:
+        command += ["--kernel-name", f"kns={kernel}"]
+    command += [sys.executable, "-m", "tests.gpu.sanitized", *arguments]
+    # Each tensor gets memory of its own from CUDA, so that what lies behind it is
+    # nobody's, and what was there before is not known.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600
+    )
+    if "Device not supported" in done.stdout:
+        pytest.skip(f"{tool} does not run here: Device not supported")
+    return done
+
+
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_the_sanitizer_has_no_complaint(tool):
-    """The cases that the planted bugs are looked for with."""
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
-    command += [sys.executable, "-m", "tests.gpu.sanitized"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = sanitize(tool)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "14 kernels ran" in done.stdout
+
+
+@pytest.mark.parametrize("tool", COMPLAINTS)
+def test_the_sanitizer_would_complain(tool):
+    done = sanitize(tool, tool)
+    assert COMPLAINTS[tool] in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "rms_norm_v2" in done.stdout
