@@ -555,6 +555,7 @@ struct Variable {
 
 static Variable variables[MAX_VARIABLES];
 static int num_variables;
+static const char* declared_outside;  // the name of a variable that is in no kernel
 static size_t arena_used, static_bytes;
 alignas(4096) static char arena[ARENA_BYTES];  // shared memory of the block that runs
 enum Content : uint8_t { NOTHING, WRITTEN, COPY_ON_ITS_WAY };
@@ -581,6 +582,10 @@ EMU char* new_variable(const char* function, int id, const char* name, size_t by
 // the function belongs to the key.
 template <class T>
 EMU T& shared(const char* function, int id, const char* name) {
+  if (!gpu.current) {  // it runs while the library is loaded, so in no kernel
+    declared_outside = name;
+    return *reinterpret_cast<T*>(arena);
+  }
   for (int i = 0; i < num_variables; i++)
     if (variables[i].id == id && strcmp(variables[i].function, function) == 0)
       return *reinterpret_cast<T*>(arena + variables[i].offset);
@@ -599,6 +604,10 @@ EMU T& shared(const char* function, int id, const char* name) {
 // `extern __shared__ T x[];`: the first variable, if there is one.
 template <class T>
 EMU T* dynamic_shared(const char* name) {
+  if (!gpu.current) {
+    declared_outside = name;
+    return nullptr;
+  }
   if (gpu.launch->shared_bytes == 0)
     fail("'%s': the kernel was launched without dynamic shared memory (shared_bytes)",
          name);
@@ -779,11 +788,12 @@ static int fault_signal;
 static uintptr_t fault_address;
 static void* fault_code;
 
-// The system's complaint about an address, a division by zero, or the end of the time.
+// The system's complaint about an address, a division by zero, the end of the time, or
+// somebody who does not want to wait for it.
 EMU_UNSEEN static void on_signal(int signal_number, siginfo_t* info, void* context) {
   if (!is_running || !pthread_equal(pthread_self(), runner)) {
-    if (signal_number == SIGVTALRM) {  // any thread may get it: pass it on
-      if (is_running) pthread_kill(runner, SIGVTALRM);
+    if (signal_number == SIGVTALRM || signal_number == SIGINT) {
+      if (is_running) pthread_kill(runner, signal_number);  // any thread may get it
     } else {
       signal(signal_number, SIG_DFL);  // not ours: it happens again, and ends as ever
     }
@@ -811,6 +821,8 @@ EMU_COLD void report_signal() {
          "something that nobody will do? Blocks run one after another, and a thread "
          "only stops at barriers (the limit is timeout_s)",
          double(gpu.launch->timeout_us) / 1e6, code, last);
+  else if (fault_signal == SIGINT)
+    fail("interrupted at @%x|%x@", code, last);
   else if (fault_signal == SIGFPE)
     fail("division by zero at @%x|%x@", code, last);
   else if (in_stacks < MAX_THREADS * (STACK_BYTES + GUARD_BYTES))
@@ -887,20 +899,21 @@ EMU_UNSEEN static int run_grid(Launch* launch, void (*kernel)(void*), void* argu
   if (launch->shared_bytes) new_variable("", -1, "", launch->shared_bytes);
 
   // Signals run on a stack of their own: that of a fiber may be what is wrong.
-  static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGVTALRM};
+  static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGVTALRM, SIGINT};
   static char signal_stack[64 * 1024];
   stack_t stack = {}, old_stack = {};
   stack.ss_sp = signal_stack;
   stack.ss_size = sizeof signal_stack;
   sigaltstack(&stack, &old_stack);
-  struct sigaction action = {}, old_actions[4];
+  struct sigaction action = {}, old_actions[5];
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-  for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &action, &old_actions[i]);
+  for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &action, &old_actions[i]);
   runner = pthread_self();
   itimerval limit = {}, old_limit = {};  // of processor time, so a busy machine is fine
   limit.it_value.tv_sec = launch->timeout_us / 1000000;
   limit.it_value.tv_usec = launch->timeout_us % 1000000;
+  volatile bool was_interrupted = false;
 
   if (sigsetjmp(way_out, 1) == 0) {
     is_running = 1;
@@ -909,12 +922,14 @@ EMU_UNSEEN static int run_grid(Launch* launch, void (*kernel)(void*), void* argu
     is_running = 0;
   } else {
     is_running = 0;
+    was_interrupted = fault_signal == SIGINT;
     report_signal();
   }
   setitimer(ITIMER_VIRTUAL, &old_limit, nullptr);
-  for (int i = 0; i < 4; i++) sigaction(SIGNALS[i], &old_actions[i], nullptr);
+  for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &old_actions[i], nullptr);
   sigaltstack(&old_stack, nullptr);
   gpu.current = nullptr;
+  if (was_interrupted) raise(SIGINT);  // of which Python makes KeyboardInterrupt
   return gpu.failed;
 }
 
@@ -967,6 +982,7 @@ EMU_COLD int print(const char* format, ...) {
 
 EMU_EXPORT const char* emu_error() { return emu::gpu.error; }
 EMU_EXPORT const char* emu_output() { return emu::gpu.output; }
+EMU_EXPORT const char* emu_outside() { return emu::declared_outside; }
 EMU_EXPORT int emu_num_variables() { return emu::num_variables; }
 EMU_EXPORT const char* emu_variable(int number) { return emu::variables[number].name; }
 
@@ -1029,10 +1045,13 @@ EMU_COLD void report_race(const Stamp& earlier, const char* did, const char* doe
                       : earlier.thread / WARP == gpu.current->number / WARP
                           ? "in the same warp"
                           : "in another warp";
+  const char* way_out = earlier.block == gpu.block_number
+                            ? ""
+                            : " (blocks_may_share, if the kernel orders its blocks)";
   fail("race: %s %s at @%x@, which thread %d %s %s at @%x@, with nothing between that "
-       "orders the two",
+       "orders the two%s",
        does, describe(address), code_offset(code), earlier.thread, where, did,
-       earlier.code);
+       earlier.code, way_out);
 }
 
 EMU void check_read(Cell& cell, bool is_shared, uintptr_t address, void* code) {
@@ -1246,6 +1265,7 @@ struct EmuSource {
   }
 EMU_UNDEFINED(out_of_bounds, "index out of the bounds of its array", , void*)
 EMU_UNDEFINED(type_mismatch_v1, "misaligned access", , void*)
+EMU_UNDEFINED(missing_return, "function that ends without a return")
 EMU_UNDEFINED(shift_out_of_bounds, "shift by more bits than there are", , void*, void*)
 EMU_UNDEFINED(add_overflow, "integer overflow", , void*, void*)
 EMU_UNDEFINED(sub_overflow, "integer overflow", , void*, void*)
@@ -1345,7 +1365,7 @@ struct Same {
     return a;                                                                 \
   }
 #define EMU_WHOLE std::is_integral<T>::value && sizeof(T) >= 4
-EMU_ATOMIC(atomicAdd, true, a + b)
+EMU_ATOMIC(atomicAdd, !std::is_integral<T>::value || sizeof(T) >= 4, a + b)
 EMU_ATOMIC(atomicExch, sizeof(T) >= 4, b)
 EMU_ATOMIC(atomicSub, EMU_WHOLE, a - b)
 EMU_ATOMIC(atomicMax, EMU_WHOLE, a > b ? a : b)
@@ -1401,6 +1421,10 @@ __forceinline__ uint3 make_uint3(unsigned x, unsigned y, unsigned z) {
 
 // ---- Arithmetic ----
 
+using std::isfinite;
+using std::isinf;
+using std::isnan;
+
 template <class A, class B>
 constexpr std::common_type_t<A, B> max(A a, B b) {
   return emu::Max{}.template operator()<std::common_type_t<A, B>>(a, b);
@@ -1453,6 +1477,12 @@ __forceinline__ unsigned __float_as_uint(float x) {
   return emu::same_bits<unsigned>(x);
 }
 __forceinline__ float __uint_as_float(unsigned x) { return emu::same_bits<float>(x); }
+__forceinline__ long long __double_as_longlong(double x) {
+  return emu::same_bits<long long>(x);
+}
+__forceinline__ double __longlong_as_double(long long x) {
+  return emu::same_bits<double>(x);
+}
 
 // ---- Numbers of 16 bits ----
 

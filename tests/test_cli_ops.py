@@ -85,6 +85,14 @@ def test_a_forced_backend_that_cannot_run_fails_after_the_others(
     assert out.count("chosen") == 2
 
 
+def test_a_variable_of_no_op_is_refused_at_once(ops, capsys, monkeypatch):
+    monkeypatch.setenv("MINIVLLM_OP_RMS_NORN", "torch")
+    assert main(["ops", "--device", "cpu"]) == 1
+    captured = capsys.readouterr()
+    assert "did you mean 'MINIVLLM_OP_RMS_NORM'?" in captured.err
+    assert "chosen" not in captured.out
+
+
 def test_the_device_is_that_of_torch_by_default(ops, capsys, monkeypatch):
     for is_there, device in ((False, "cpu"), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=is_there: there)

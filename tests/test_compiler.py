@@ -52,7 +52,9 @@ def test_the_operations_compile_wherever_a_compiler_is():
 
 
 @needs_compiler
-@pytest.mark.parametrize("changed", ["source", "FLAGS", "processor", "compiler"])
+@pytest.mark.parametrize(
+    "changed", ["source", "FLAGS", "processor", "compiler", "its arguments"]
+)
 def test_whatever_goes_into_a_library_is_in_its_name(
     changed, source, cache, monkeypatch, tmp_path
 ):
@@ -63,6 +65,8 @@ def test_whatever_goes_into_a_library_is_in_its_name(
         monkeypatch.setattr(compiler, "FLAGS", [*compiler.FLAGS, "-DDEBUG"])
     elif changed == "processor":
         monkeypatch.setattr(compiler, "processor", lambda: "another one")
+    elif changed == "its arguments":
+        monkeypatch.setenv("CXX", "g++ -DDEBUG")
     else:
         script = tmp_path / "other compiler"
         script.write_text(
@@ -123,6 +127,29 @@ def test_no_bfloat16_is_made_of_a_nan_but_a_nan(tmp_path, cache):
 def test_without_a_compiler_the_reason_says_how_to_get_one(source, cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BackendUnavailable, match=r"'no-such-compiler'.*set CXX"):
+        compile_library(source)
+
+
+def test_a_command_that_cannot_be_read_is_refused(source, cache, monkeypatch):
+    monkeypatch.setenv("CXX", "g++ '-O2")
+    with pytest.raises(BackendUnavailable, match=r"CXX cannot be read.*set it to g"):
+        compile_library(source)
+
+
+@needs_compiler
+def test_a_command_of_spaces_is_none(source, cache, monkeypatch):
+    before = compile_library(source)
+    monkeypatch.setenv("CXX", " ")
+    assert compile_library(source) == before
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        BackendUnavailable, match=r"compiled into.*set MINIVLLM_CACHE to"
+    ):
         compile_library(source)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minivllm.errors import BackendUnavailable, ShapeError
-from minivllm.ops import cuda, registry
+from minivllm.ops import cuda, registry, rungs
 from minivllm.ops.cuda import (
     KernelAttention,
     KernelRMSNorm,
@@ -114,6 +114,57 @@ def test_what_does_not_fit_is_refused():
         rms_norm(torch.ones(2, 8), torch.ones(9), EPS)
     with pytest.raises(ShapeError, match="contiguous"):
         rms_norm(torch.ones(8, 2).T, torch.ones(8), EPS)
+    with pytest.raises(ShapeError, match="weight lie 2 apart"):
+        rms_norm(torch.ones(2, 8), torch.ones(16)[::2], EPS)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_lens": [0, 5]}, "has 0 keys"),
+        ({"seq_lens": [9, 5]}, "seq_lens has numbers from 5 to 9, but 0 to 8"),
+        ({"rows": [0, 3]}, "rows has numbers from 0 to 3, but 0 to 2"),
+        ({"rows": [-1, 0]}, "rows has numbers from -1 to 0, but 0 to 2"),
+        ({"block_table": [[0, 6], [2, 3]]}, "block_table has numbers from 0 to 6"),
+        ({"block_table": [[], []]}, "seq_lens has numbers from 5 to 8, but 0 to 0"),
+        ({"rows": [[0], [1]]}, r"\[3, 3, 5, 2, 2, 1\] dimensions"),
+        ({"q": (3, 64)}, r"\[2, 2, 5, 1, 2, 1\] dimensions"),
+        ({"q": (3, 0, 16)}, "0 heads"),
+        ({"kv_cache": (2, 6, 4, 0, 16)}, "0 key heads"),
+        ({"kv_cache": (2, 6, 4, 3, 16)}, "3 key heads"),
+        ({"kv_cache": (2, 0, 4, 2, 16)}, "block_table has numbers from 0 to 3"),
+    ],
+)
+def test_tables_that_lead_out_of_their_tensors_are_refused(change, message):
+    shapes = {"q": (3, 4, 16), "kv_cache": (2, 6, 4, 2, 16)}
+    tables = {"rows": [0, 2], "block_table": [[0, 1], [2, 3]], "seq_lens": [5, 8]}
+    inputs = [torch.ones(change.get(name, shape)) for name, shape in shapes.items()]
+    inputs += [torch.tensor(change.get(n, t)).int() for n, t in tables.items()]
+    with pytest.raises(ShapeError, match=message):
+        paged_attention(*inputs, 0.3)
+
+
+@needs_compiler
+def test_blocks_that_nobody_looks_at_may_be_anything(numbers):
+    q, kv_cache = torch.randn(1, 2, 16), torch.randn(2, 3, 4, 1, 16, generator=numbers)
+    rows, seq_lens = torch.zeros(1).int(), torch.full((1,), 7).int()
+    outs = [torch.empty(1, 2, 16) for _ in range(2)]
+    for out, unseen in zip(outs, (2, -1), strict=True):
+        table = torch.tensor([[unseen, 1, unseen]]).int()  # the last 3 keys: one block
+        tables = (rows, table, seq_lens)
+        kernels = cuda.PAGED_ATTENTION
+        rungs.paged_attention(kernels, "v3", out, q, kv_cache, *tables, 0.3, window=3)
+    assert outs[0].equal(outs[1])
+
+
+@needs_compiler
+def test_a_derivative_is_refused_where_it_is_asked_for():
+    x = torch.ones(2, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"torch\.inference_mode"):
+        softmax(x).sum().backward()
+    with torch.inference_mode():
+        assert softmax(x).sum() == 2
 
 
 # The contracts are true.

@@ -247,6 +247,15 @@ __global__ void count(int* lock, int* counter) {
   }
 }
 
+__global__ void waits_for_the_last(int* flag, int* counter) {
+  if (threadIdx.x == blockDim.x - 1)
+    atomicExch(flag, 1);
+  else
+    while (atomicAdd(flag, 0) == 0) {
+    }
+  atomicAdd(counter, 1);
+}
+
 __global__ void last_block_sums(float* out, float* partial, unsigned* done,
                                 const float* x) {
   __shared__ bool is_last;
@@ -273,6 +282,14 @@ def test_a_lock_works_if_threads_stop_at_atomics(order):
     assert counter[0] == 128
 
 
+@pytest.mark.parametrize("order", ["round_robin", "random"])
+def test_a_thread_may_wait_for_another_if_threads_stop_at_atomics(order):
+    flag, counter = ints(1), ints(1)
+    kernel = module(LOCKS, check=False)["waits_for_the_last"]
+    kernel(1, 64, flag, counter, order=order, yield_at_atomics=True, timeout_s=5)
+    assert counter[0] == 64
+
+
 def test_a_thread_that_never_lets_go_is_stopped():
     kernel = module(LOCKS, check=False)["count"]
     lock = ints(1)
@@ -289,7 +306,8 @@ def test_blocks_may_share_memory_if_that_is_said(order):
     launch = (8, 64, floats(1), floats(8), np.zeros(1, np.uint32), x)
     kernel = module(LOCKS)["last_block_sums"]
     with pytest.raises(
-        KernelError, match=r"race: reads byte .* of argument 1 .partial."
+        KernelError,
+        match=r"race: reads byte .* of argument 1 .partial..*\(blocks_may_share, if",
     ):
         kernel(*launch, order=order)
     launch = (8, 64, floats(1), floats(8), np.zeros(1, np.uint32), x)
@@ -334,6 +352,7 @@ __global__ void bits(int* out, const float* f, const int* x) {
   to[5] = __float_as_int(__int_as_float(v));
   to[6] = max(v, 3);
   to[7] = min(v, 3L);
+  if (__longlong_as_double(__double_as_longlong(1.5 * v)) != 1.5 * v) __trap();
 }
 __global__ void functions(float* out, const float* x) {
   float v = x[threadIdx.x];
@@ -354,6 +373,7 @@ __global__ void functions(float* out, const float* x) {
   to[13] = __exp10f(v);
   to[14] = __fadd_rn(v, v) + __fmul_rn(v, v);
   to[15] = __ldg(&x[threadIdx.x]) + __ldcs(&x[threadIdx.x]);
+  if (isnan(v) || isinf(v) || !isfinite(v)) __trap();
 }
 __global__ void pairs(float* out, const float* in) {
   __half2 h = __floats2half2_rn(in[0], in[1]);
@@ -607,6 +627,17 @@ __global__ void asserted(float* out, const float* x, int n) {
   assert(n == 3);  // wrong, if it is not
   if (n == 3) __trap();
 }
+__device__ float sign(float x) {
+  if (x > 0) return 1.0f;
+}  // wrong
+__global__ void no_result(float* out, const float* x, int n) {
+  out[threadIdx.x] = sign(x[threadIdx.x]);
+}
+__global__ void deeper_still(float* out, const float* x, int n) {
+  volatile float large[3000000];
+  large[n] = 1.0f;
+  out[0] = large[n];
+}
 __global__ void deep(float* out, const float* x, int n) {
   volatile float large[30000];
   for (int i = 0; i < 30000; i++) large[i] = 1.0f;
@@ -726,6 +757,14 @@ def test_a_launch_finds_nothing_that_an_earlier_one_has_left():
     )
 
 
+def test_a_negative_number_may_be_shifted():
+    """As every GPU does, and C++ since 2020."""
+    out = ints(32)
+    source = "__global__ void k(int* x) { x[threadIdx.x] = ~0 << threadIdx.x; }"
+    module(source)["k"](1, 32, out)
+    np.testing.assert_array_equal(out, -1 << np.arange(32))
+
+
 def test_more_shared_memory_can_be_asked_for():
     launch = (1, 1, floats(32), floats(32), 3)
     kernel = module(MEMORY)["static_and_dynamic"]
@@ -742,13 +781,65 @@ def test_faults_that_only_the_system_sees_are_reported_and_survived(check):
             kernel["null_pointer"](1, 32, floats(32), None, 0)
         with pytest.raises(KernelError, match="division by zero"):
             kernel["division"](1, 32, floats(32), floats(32), 0)
-        with pytest.raises(
-            KernelError, match="local variables need more than 65536 bytes"
-        ):
-            kernel["deep"](1, 32, floats(32), floats(32), 0)
+        for name, order in itertools.product(["deep", "deeper_still"], ORDERS):
+            with pytest.raises(
+                KernelError, match="local variables need more than 65536 bytes"
+            ):
+                kernel[name](1, 32, floats(32), floats(32), 0, order=order)
         out, x = floats(32), np.arange(32, dtype=np.float32)
         kernel["null_pointer"](1, 32, out, x, 0)
         np.testing.assert_array_equal(out, x)
+
+
+def test_a_function_that_forgets_its_result_is_named():
+    said = complaint_of(MEMORY, "no_result", 1, 32, floats(32), floats(32), 0)
+    line = line_of(MEMORY, "sign", "__device__")
+    assert f"function that ends without a return at kernel.cu:{line}" in said
+
+
+def test_the_assert_of_c_is_that_of_the_emulator_too():
+    """That of the C library would end Python."""
+    for header in ("assert.h", "cassert"):
+        source = f"#include <{header}>\n__global__ void k(int n) {{ assert(n == 3); }}"
+        module(source)["k"](1, 1, 3)
+        with pytest.raises(KernelError, match=r"assertion failed at kernel\.cu:2"):
+            module(source)["k"](1, 1, 4)
+
+
+STATIC = r"""
+__global__ void k(int* out) {
+  static __shared__ int box[64];
+  static int step = threadIdx.x + 1;
+  box[threadIdx.x] = step;
+  __syncthreads();
+  out[threadIdx.x] = box[63 - threadIdx.x];
+}
+"""
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_what_is_static_needs_nothing_more(check):
+    for _ in range(2):
+        out = ints(64)
+        module(STATIC, check=check)["k"](1, 64, out)
+        assert out.tolist() == [1] * 64
+
+
+@pytest.mark.parametrize(
+    "declared", ["__shared__ int box[2];", "extern __shared__ int box[];"]
+)
+def test_shared_memory_outside_of_a_kernel_is_refused(declared):
+    source = declared + "\n__global__ void k(int* x) {\n  box[0] = x[0];\n}"
+    with pytest.raises(KernelError, match="'box' is declared outside of a function"):
+        EmulatedModule(source, ["k"])
+
+
+def test_a_kernel_that_has_failed_can_be_made_again():
+    with pytest.raises(KernelError, match="race"):
+        EmulatedModule(RACES, ["adds_plainly"], check=True)["adds_plainly"](
+            1, 2, ints(1)
+        )
+    EmulatedModule(RACES, ["adds_plainly"], check=True)["adds_plainly"](1, 1, ints(1))
 
 
 def test_the_line_of_a_fault_is_found_without_checks_too():
@@ -821,6 +912,15 @@ __global__ void a_shuffle_orders_nothing(int* out) {
   int other = __shfl_xor_sync(0xffffffffu, int(threadIdx.x), 1);
   out[threadIdx.x] = box[other];
 }
+__global__ void one_of_three_readers(int* out) {
+  __shared__ int box;
+  if (threadIdx.x == 0) box = 1;
+  __syncwarp();
+  int seen = threadIdx.x < 3 ? box : 0;  // wrong
+  if (threadIdx.x == 0 || threadIdx.x == 2) __syncwarp(0x5u);
+  if (threadIdx.x == 2) box = 2;
+  out[threadIdx.x] = seen;
+}
 __global__ void ordered(int* out) {
   __shared__ int box[64];
   unsigned mine = threadIdx.x % 32 < 16 ? 0x0000ffffu : 0xffff0000u;
@@ -850,6 +950,7 @@ __global__ void ordered(int* out) {
         ("adds_plainly", 64, "byte 0 of argument 0 (out)", "in the same warp"),
         ("atomic_and_plain", 64, "byte 0 of argument 0 (out)", "in the same warp"),
         ("only_lanes_that_meet", 32, "of shared 'box'", "in the same warp"),
+        ("one_of_three_readers", 32, "of shared 'box'", "in the same warp"),
         ("a_shuffle_orders_nothing", 32, "of shared 'box'", "in the same warp"),
     ],
 )
@@ -878,6 +979,104 @@ def test_what_is_ordered_is_no_race():
         module(RACES)["ordered"](1, 64, out, order=order, seed=seed)
         lanes = np.arange(64) ^ 1 ^ 16 ^ 32
         np.testing.assert_array_equal(out, [*lanes, 64])
+
+
+CLASSICS = r"""
+__global__ void scan(int* out, const int* x) {  // Hillis and Steele, in two buffers
+  __shared__ int sums[2][128];
+  int t = threadIdx.x, from = 0;
+  sums[0][t] = x[t];
+  __syncthreads();
+  for (int step = 1; step < 128; step *= 2) {
+    sums[1 - from][t] = sums[from][t] + (t >= step ? sums[from][t - step] : 0);
+    from = 1 - from;
+    __syncthreads();
+  }
+  out[t] = sums[from][t];
+}
+__global__ void sort(int* out, const int* x) {  // bitonic, each pair by one thread
+  int t = threadIdx.x;
+  out[t] = x[t];
+  __syncthreads();
+  for (int size = 2; size <= 128; size *= 2)
+    for (int step = size / 2; step > 0; step /= 2) {
+      int other = t ^ step;
+      if (other > t && (out[t] > out[other]) == ((t & size) == 0)) {
+        int kept = out[t];
+        out[t] = out[other];
+        out[other] = kept;
+      }
+      __syncthreads();
+    }
+}
+__global__ void histogram(int* out, const int* x) {
+  __shared__ int counts[32];
+  if (threadIdx.x < 32) counts[threadIdx.x] = 0;
+  __syncthreads();
+  atomicAdd(&counts[x[threadIdx.x]], 1);
+  __syncthreads();
+  if (threadIdx.x < 32) atomicAdd(&out[threadIdx.x], counts[threadIdx.x]);
+}
+__global__ void last_warp(int* out, const int* x) {
+  __shared__ int sums[128];
+  int t = threadIdx.x;
+  sums[t] = x[t];
+  __syncthreads();
+  if (t < 32) {
+    int sum = sums[t] + sums[t + 32] + sums[t + 64] + sums[t + 96];
+    for (int step = 16; step > 0; step /= 2) {
+      sums[t] = sum;
+      __syncwarp();
+      sum += sums[t ^ step];
+      __syncwarp();
+    }
+    if (t == 0) out[0] = sum;
+  }
+}
+__global__ void keep_odd(int* out, const int* x) {  // one atomic for a warp
+  int value = x[threadIdx.x], lane = threadIdx.x % 32;
+  unsigned kept = __ballot_sync(0xffffffffu, value % 2);
+  if (value % 2) {
+    int leader = __ffs(kept) - 1, begin = 0;
+    if (lane == leader) begin = atomicAdd(&out[0], __popc(kept));
+    begin = __shfl_sync(kept, begin, leader);
+    out[1 + begin + __popc(kept & ((1u << lane) - 1))] = value;
+  }
+}
+__global__ void transpose(int* out, const int* x) {  // 8 x 16, by threads of 16 x 8
+  __shared__ int tile[8][17];
+  tile[threadIdx.y][threadIdx.x] = x[threadIdx.y * 16 + threadIdx.x];
+  __syncthreads();
+  int t = threadIdx.y * 16 + threadIdx.x;
+  out[t] = tile[t % 8][t / 8];
+}
+"""
+
+
+def expected_of(name: str, x: np.ndarray) -> np.ndarray:
+    """Say what a classic kernel writes."""
+    return {
+        "scan": lambda: np.cumsum(x),
+        "sort": lambda: np.sort(x),
+        "histogram": lambda: np.bincount(x, minlength=128),
+        "last_warp": lambda: np.append(x.sum(), np.zeros(127)),
+        "keep_odd": lambda: np.sort(np.append(x[x % 2 == 1], (x % 2).sum())),
+        "transpose": lambda: x.reshape(8, 16).T.ravel(),
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    "name", ["scan", "sort", "histogram", "last_warp", "keep_odd", "transpose"]
+)
+def test_of_right_kernels_nothing_is_reported(name):
+    x = np.random.default_rng(0).integers(0, 32, 128, dtype=np.int32)
+    for order, seed in IN_ORDERS:
+        out = ints(128)
+        block = (16, 8) if name == "transpose" else 128
+        module(CLASSICS)[name](1, block, out, x, order=order, seed=seed)
+        if name == "keep_odd":  # in any order of the warps
+            out = np.sort(out[: out[0] + 1])
+        np.testing.assert_array_equal(out, expected_of(name, x))
 
 
 PROGRAM = r"""
@@ -1153,6 +1352,30 @@ def test_a_kernel_that_never_ends_does_not_hang(order, check):
     assert time.perf_counter() - start < 20
 
 
+def test_the_end_of_the_time_is_heard_whatever_thread_gets_the_signal():
+    script = (
+        "import threading\n"
+        "import numpy as np\n"
+        "from minivllm.errors import KernelError\n"
+        "from minivllm.ops.emulate import EmulatedModule\n"
+        f"kernel = EmulatedModule({BARRIERS!r}, ['forever'])['forever']\n"
+        "def launch():\n"
+        "    for _ in range(20):\n"
+        "        try:\n"
+        "            kernel(1, 1, np.zeros(1, np.int32), timeout_s=0.05)\n"
+        "        except KernelError:\n"
+        "            print('stopped')\n"
+        "thread = threading.Thread(target=launch, daemon=True)\n"
+        "thread.start()\n"
+        "while thread.is_alive():\n"  # a running thread gets half of the signals
+        "    pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.count("stopped") == 20
+
+
 def test_waiting_for_another_block_is_explained():
     with pytest.raises(KernelError, match="Blocks run one after another"):
         module(BARRIERS)["waits_for_another_block"](2, 1, ints(1), timeout_s=0.1)
@@ -1234,6 +1457,16 @@ def test_a_tile_has_to_be_aligned():
         KernelError, match=r"load_matrix_sync at kernel\.cu:12: the tile must"
     ):
         kernel(1, 32, floats(16, 16), halves, halves, 17)
+
+
+@pytest.mark.parametrize("threads", [16, 33])
+def test_a_tile_needs_a_whole_warp(threads):
+    kernel = module(TILES, *TILE_KERNELS)["multiply"]
+    halves = np.zeros((16, 24), np.float16)
+    with pytest.raises(
+        KernelError, match=r"load_matrix_sync at kernel\.cu:12 needs all 32 lanes"
+    ):
+        kernel(1, threads, floats(16, 16), halves, halves, 24, order="reverse")
 
 
 def test_copies_arrive_when_they_are_waited_for():
@@ -1563,6 +1796,9 @@ def test_an_array_may_be_empty():
         (1, 32, {"order": "sideways"}, "use one of forward"),
         (1, 32, {"seed": -1}, "seed is -1"),
         (1, 32, {"timeout_s": 0}, "timeout_s is 0"),
+        (1, 32, {"timeout_s": float("nan")}, "timeout_s is nan"),
+        (1, 32, {"shared_bytes": 1.5}, "must be a whole number from 0"),
+        (1, 32, {"shared_limit": 10**10}, "from 0 to 232448"),
     ],
 )
 def test_launches_that_no_gpu_takes_are_refused(grid, block, options, message):
@@ -1651,6 +1887,9 @@ BROKEN = {
     "x[0] = tex1D<float>(0, 0);": "textures",
     "cub::WarpReduce<int> reduce;": "other libraries",
     "__managed__ int y;": "managed variables",
+    "int* y = new int[4];": "from a heap",
+    "exit(1);": "functions that end the program",
+    "throw 1;": "exceptions",
     "__cluster_dims__(2) int y;": "clusters",
 }
 
@@ -1705,7 +1944,24 @@ __global__ void k(int* x) {
         ),
         (
             "__global__ void k(int* x) {\n  atomicMax((float*)x, 1.0f);\n}",
-            r"atomicMax of this type is not in CUDA",
+            r"kernel\.cu:2:\d+: error: .*: atomicMax of this type is not in CUDA",
+        ),
+        (
+            "__global__ void k(int* x) {\n  __shared__ char c;\n  atomicAdd(&c, 1);\n}",
+            r"kernel\.cu:3:\d+: error: .*: atomicAdd of this type is not in CUDA",
+        ),
+        (
+            "struct S { int a[3]; };\n__global__ void k(int* x) {\n"
+            "  x[0] = __shfl_sync(~0u, S{}, 0).a[1];\n}",
+            r"kernel\.cu:3:\d+: error: .*: a lane gives at most 8 bytes$",
+        ),
+        (
+            "__device__ int f(int);\n__global__ void k(int* x) {\n  x[0] = f(1);\n}",
+            r"kernel\.cu:3: undefined reference to `f\(int\)'$",
+        ),
+        (
+            "__global__ void k(int* x) {\n  if (x[0]) {\n}",
+            r"after the source:1:\d+: error",
         ),
     ],
 )
@@ -1755,6 +2011,12 @@ def test_nothing_is_compiled_twice(tmp_path, monkeypatch):
     assert library.suffix == ".so"
 
 
+def test_a_library_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "damaged.so").write_bytes(b"")
+    with pytest.raises(BackendUnavailable, match=r"damaged\.so.*delete that file"):
+        emulate._Library(tmp_path / "damaged.so")
+
+
 def test_two_threads_of_python_may_launch_at_once():
     right, wrong = module(INDICES)["indices"], module(MEMORY)["past_the_end"]
     problems = []
@@ -1798,6 +2060,17 @@ def test_a_fault_in_another_thread_of_python_is_not_taken_for_ours():
     )
     done = subprocess.run([sys.executable, "-c", script], timeout=60)
     assert done.returncode == -signal.SIGSEGV
+
+
+def test_a_launch_can_be_interrupted():
+    out, start = ints(64), time.perf_counter()
+    for _ in range(2):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            module(BARRIERS)["forever"](1, 1, ints(1))
+    assert time.perf_counter() - start < 20  # the limit is 60
+    module(BARRIERS)["returns_are_fine"](1, 64, out)
+    assert out[40] == 1
 
 
 def test_signals_and_timers_of_the_program_are_left_as_they_were():

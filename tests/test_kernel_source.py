@@ -27,6 +27,7 @@ __global__ __launch_bounds__(64, 2) void bounded(size_t size, double* sums) {}
 __global__ void nothing() {}
 __global__ void by_value(float4 x) {}
 __global__ void far(float** x) {}
+template <typename T, typename U = T> __global__ void same(T* x, U* y) {}
 """
 
 
@@ -53,6 +54,8 @@ def test_other_ways_to_declare_a_kernel_are_read():
     assert declared("plain") == ["unsigned n", "const long long* at", "__half* to"]
     assert declared("bounded") == ["unsigned long long size", "double* sums"]
     assert declared("nothing") == []
+    assert declared("same<int>") == ["int* x", "int* y"]
+    assert declared("same<int, float>") == ["int* x", "float* y"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,9 @@ def test_other_ways_to_declare_a_kernel_are_read():
         ("commented", "no kernel 'commented'"),
         ("commented_too", "no kernel"),
         ("by_value", "'float4 x' cannot be passed"),
+        ("gather<float", r"'gather<float' is no kernel: write its name"),
+        ("same<int>; x", "is no kernel"),
+        ("", "'' is no kernel"),
         ("far", r"'float\*\* x' cannot be passed"),
         ("gather<Custom>", r"'T\* out' cannot be passed"),
     ],
@@ -133,6 +139,11 @@ def test_sides_are_filled_up(grid, block, sides):
         ((1, 1, 65536), 32),
         ((1, 1, 1, 1), 32),
         ((), 0),
+        ((), 1),
+        (1.5, 32),
+        (1, (2.5, 1)),
+        (1, "4"),
+        (1, None),
         (1, 1025),
         (1, (32, 33)),
         (1, (1, 1, 65)),

@@ -167,6 +167,8 @@ def test_more_shared_memory_than_the_gpu_has_is_refused(module, fake_cuda):
     message = r"shared_bytes is 100353.*has 100352 beside the 1024.*use less"
     with pytest.raises(KernelError, match=message):
         module[SCALE](4, 256, *ARGUMENTS, shared_bytes=98 * 1024 + 1)
+    with pytest.raises(KernelError, match="shared_bytes is -1"):  # 4 GiB to the driver
+        module[SCALE](4, 256, *ARGUMENTS, shared_bytes=-1)
     assert fake_cuda.launches == 0
 
 

@@ -72,6 +72,17 @@ def test_what_was_compiled_is_read_from_the_cache(cache, monkeypatch):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("length", [0, 20, 200, -100])
+def test_what_is_damaged_in_the_cache_is_compiled_again(length, cache):
+    first = compile_cubin(SOURCE, ["scale<float>"], "sm_80")
+    (file,) = cache.iterdir()
+    file.write_bytes(file.read_bytes()[:length])
+    again = compile_cubin(SOURCE, ["scale<float>"], "sm_80")
+    assert (again.code, again.names) == (first.code, first.names)
+    assert compile_cubin(SOURCE, ["scale<float>"], "sm_80") == again  # mended
+
+
+@needs_nvrtc
 @pytest.mark.parametrize(
     "changed", ["source", "instances", "arch", "options", "version"]
 )
@@ -138,6 +149,8 @@ def test_an_instance_that_does_not_exist_is_told():
 @pytest.mark.parametrize(
     ("arch", "message"),
     [
+        ("90", "'90' is no architecture of a GPU: write it as 'sm_80'"),
+        ("sm_90a", "'sm_90a' is no architecture"),
         ("sm_61", "need a GPU of sm_70 or newer, and this is sm_61"),
         ("sm_999", r"NVRTC \d+\.\d+ compiles for sm_\d+ to sm_\d+, but not for sm_999"),
     ],

@@ -54,6 +54,16 @@ def test_sizes_reach_the_condition():
     assert choice.passed_over == {"cuda": "head_dim is 256, at most 128"}
 
 
+@pytest.mark.parametrize("name", ["MIXX", "mix", ""])
+def test_a_variable_of_no_op_is_refused(name, monkeypatch):
+    monkeypatch.setenv(f"MINIVLLM_OP_{name}", "torch")
+    for ask in (lambda: choose("mix", "cpu", "float32"), known_ops):
+        with pytest.raises(
+            ConfigError, match=rf"MINIVLLM_OP_{name}' is unknown.*use one of.*_MIX"
+        ):
+            ask()
+
+
 def test_a_forced_backend_is_chosen_before_better_ones(monkeypatch):
     monkeypatch.setenv("MINIVLLM_OP_MIX", "torch")
     assert choose("mix", "cuda", "float16").backend.implementation == "reference"

@@ -42,6 +42,12 @@ EMU void fill_fragment(Fragment& fragment, T value) {
   for (auto& element : fragment.x) element = value;
 }
 
+EMU void emu_need_all(emu::Place place, const char* name) {
+  if (emu::gpu.current->joined != 0xffffffffu)
+    emu::fail("%s at %s:%d needs all 32 lanes of its warp", name, place.file,
+              place.line);
+}
+
 // Does something with each element of this lane and its place in memory.
 template <class Fragment, class T, class Do>
 __forceinline__ void emu_for_each(emu::Place place, const char* name,
@@ -52,6 +58,7 @@ __forceinline__ void emu_for_each(emu::Place place, const char* name,
     emu::fail("%s at %s:%d: the tile must be aligned to 32 bytes, and its stride to 16",
               name, place.file, place.line);
   emu::warp_barrier(place, name, 0xffffffffu, emu::EXCHANGES);
+  emu_need_all(place, name);
   for (int e = 0; e < Fragment::num_elements; e++) {
     int number = emu::lane() * Fragment::num_elements + e;
     int row = number / Tile::columns, column = number % Tile::columns;
@@ -101,6 +108,7 @@ struct EmuWarp {
 
   EMU EmuWarp(emu::Place place, const Fragment& mine) {
     const emu::Thread& me = emu::exchange(place, "mma_sync", 0xffffffffu, &mine);
+    emu_need_all(place, "mma_sync");
     __builtin_memcpy(lanes, me.received, sizeof lanes);
   }
 

@@ -87,7 +87,12 @@ def compiler_command() -> list[str]:
     Raises:
         BackendUnavailable: There is none.
     """
-    command = shlex.split(os.environ.get("CXX") or "g++")
+    try:
+        command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    except ValueError as error:
+        raise BackendUnavailable(
+            f"the variable CXX cannot be read ({error}): set it to g++"
+        ) from error
     if shutil.which(command[0]) is None:
         raise BackendUnavailable(
             f"there is no C++ compiler: {command[0]!r} is not found (install g++, or "
@@ -105,23 +110,29 @@ def built_once(name: str, inputs: Iterable[str], build: Callable[[Path], None]) 
         build: Writes it to the path that it is given.
 
     Raises:
-        BackendUnavailable: Others may write into the cache.
+        BackendUnavailable: Others may write into the cache, or we may not.
     """
     key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
     path = Path(name)
     file = cache_dir() / "compiled" / f"{path.stem}-{key}{path.suffix}"
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if others_may_write(file.parent):
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if others_may_write(file.parent):
+            raise BackendUnavailable(
+                f"others may write into {str(file.parent)!r}, and what lies there is "
+                "run: make it yours alone (chmod 700), or set MINIVLLM_CACHE"
+            )
+        if file.exists():
+            return file
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            built = Path(folder, name)
+            build(built)
+            os.replace(built, file)  # whole or not at all, even if two build at once
+    except OSError as error:
         raise BackendUnavailable(
-            f"others may write into {str(file.parent)!r}, and what lies there is "
-            "run: make it yours alone (chmod 700), or set MINIVLLM_CACHE"
-        )
-    if file.exists():
-        return file
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        built = Path(folder, name)
-        build(built)
-        os.replace(built, file)  # whole or not at all, even if two build at once
+            f"nothing can be compiled into {str(file.parent)!r} ({error}): set "
+            "MINIVLLM_CACHE to a folder that you may write"
+        ) from error
     return file
 
 
@@ -139,7 +150,8 @@ def compile_library(source: Path) -> Path:
         # Linked without -fopenmp: its threads are then those that torch has started.
         run([*command, "-shared", str(objects), "-o", str(library)])
 
-    inputs = [source.read_text(), *FLAGS, run([*command, "--version"]), processor()]
+    version = run([*command, "--version"])
+    inputs = [source.read_text(), *command, *FLAGS, version, processor()]
     return built_once(f"{source.stem}.so", inputs, build)
 
 

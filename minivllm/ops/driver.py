@@ -175,7 +175,7 @@ class LoadedKernel:
                 f"do not fit into a block: use at most {self.max_threads}"
             )
         most = self.device.max_shared_bytes - self.static_bytes
-        if shared_bytes > most:
+        if not 0 <= shared_bytes <= most:
             raise KernelError(
                 f"{self.name}: shared_bytes is {shared_bytes}, but a block of this GPU "
                 f"has {most} beside the {self.static_bytes} that the source declares: "

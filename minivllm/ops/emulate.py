@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,25 @@ HEADERS = ("cuda_on_cpu.h", "emulated/cuda_pipeline.h", "emulated/mma.h")
 FLAGS = [
     *("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-w"),
     *("-fno-strict-aliasing", "-fvisibility=hidden", "-ffp-contract=off"),
+    # As on a GPU: nothing is thrown, and a static variable has no lock.
+    *("-fno-exceptions", "-fno-threadsafe-statics"),
+    "-fstack-clash-protection",  # so that no stack can step over its guard
 ]
 # The hooks are in the header, so nothing of a sanitizer is ever linked. Without SRA a
 # load of 16 bytes stays one access, instead of four of 4.
 CHECK_FLAGS = [
     "-DEMU_CHECK",
-    "-fsanitize=thread,bounds-strict,alignment,shift,signed-integer-overflow,"
-    "integer-divide-by-zero",
+    "-fsanitize=thread,bounds-strict,alignment,shift-exponent,signed-integer-overflow,"
+    "integer-divide-by-zero,return",
     "-fno-tree-sra",
     *("--param", "tsan-instrument-func-entry-exit=0"),
 ]
 
+MAX_SHARED = 227 * 1024  # bytes of a block, on the largest GPUs
 SOURCES = "/sources-of-the-kernels"  # for the folder that a source is compiled in
 
 _SHARED = re.compile(
-    r"(?P<extern>\bextern\s+)?\b__shared__\s+"
+    r"(?P<extern>\bextern\s+)?(?:\bstatic\s+)?\b__shared__\s+"
     r"(?P<extern_after>extern\s+)?(?:(?:__align__|alignas)\([^()]*\)\s*)?"
     r"(?P<type>[\w:][\w:<>,\s*]*?)\s*\b(?P<name>\w+)\s*"
     r"(?P<sides>(?:\[[^\[\]]*\]\s*)*);"
@@ -108,6 +113,9 @@ UNSUPPORTED = {
     r"\b(?:clock|clock64|__nanosleep|__globaltimer)\s*\(": "clocks and sleep",
     r"\b(?:tex[123]D\w*|surf[123]D\w*|cudaTextureObject_t)\b": "textures and surfaces",
     r"\b__managed__\b": "managed variables",
+    r"\b(?:malloc|free)\s*\(|\bnew\s+[\w:]": "memory from a heap (malloc, new)",
+    r"\b(?:throw|try|catch)\b": "exceptions",
+    r"\b(?:exit|abort)\s*\(": "functions that end the program; __trap() ends a kernel",
     r"\b__shared__\b": "this way to declare shared memory; write one variable at a "
     'time, such as "__shared__ float sums[32];"',
 }
@@ -140,6 +148,7 @@ def find_unsupported(preprocessed: str) -> str | None:
 _UNKNOWN = re.compile(
     r"(?:error: '(\w+)' was not declared|error: use of undeclared identifier '(\w+)')"
 )
+_USED_AT = re.compile(r"([^/\s][^:]*:\d+:\d+):\s+required from")
 _NO_HEADER = re.compile(
     r"^(.*?:\d+).*?error: '?([\w./]+)'?(?:: No such file|.*not found)"
 )
@@ -147,7 +156,17 @@ _NO_HEADER = re.compile(
 
 def complaint(stderr: str) -> str:
     """Shorten what a compiler says to its first errors."""
-    errors = [line for line in stderr.splitlines() if "error:" in line]
+    errors, used_at = [], ""
+    for line in stderr.splitlines():
+        if found := _USED_AT.match(line):
+            used_at = found[1]
+        elif "undefined reference" in line:  # from the linker, with a path before
+            errors.append(line.rpartition("/")[2])
+        elif "error:" in line and not line.startswith("collect2"):
+            # A wrong use of a template of the header is a mistake where it is used.
+            _, _, what = line.partition(" error: ")
+            is_ours = used_at and os.path.isabs(line)
+            errors.append(f"{used_at}: error: {what}" if is_ours else line)
     first = errors[0] if errors else stderr.strip()[:500]
     header = _NO_HEADER.match(first)
     if header:
@@ -202,7 +221,8 @@ def build(source: str, instances: Sequence[str], check: bool) -> Path:
         _launcher(number, instance, kernel_parameters(source, instance))
         for number, instance in enumerate(instances)
     )
-    text = f'#line 1 "kernel.cu"\n{to_cpp(source)}\n#line 1 "launchers"\n{launchers}\n'
+    text = f'#line 1 "kernel.cu"\n{to_cpp(source)}\n'
+    text += f'#line 1 "after the source"\n{launchers}\n'
 
     def compile_into(library: Path) -> None:
         folder = library.parent
@@ -214,11 +234,13 @@ def build(source: str, instances: Sequence[str], check: bool) -> Path:
         here = f"-fdebug-prefix-map={folder}={SOURCES}"
         compile_ = [*flags, here, "-c", "kernels.ii", "-o", "kernels.o"]
         _run_compiler([*command, *compile_], folder)
-        _run_compiler([*command, "-shared", "kernels.o", "-o", library.name], folder)
+        link = ["-shared", "-Wl,-z,defs", "kernels.o", "-o", library.name]
+        _run_compiler([*command, *link], folder)
 
     headers = [kernel_source(name).read_text() for name in HEADERS]
     version = run_command([*command, "--version"])
-    return built_once("kernels.so", [text, *headers, *flags, version], compile_into)
+    inputs = [text, *headers, *flags, *command, version]
+    return built_once("kernels.so", inputs, compile_into)
 
 
 def _launcher(number: int, instance: str, parameters: list[Parameter]) -> str:
@@ -387,11 +409,22 @@ class _Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.functions = ctypes.CDLL(str(path))
-        for name in ("emu_error", "emu_output", "emu_variable"):
+        try:
+            self.functions = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BackendUnavailable(
+                f"the compiled kernels cannot be loaded ({error}): delete that file, "
+                "or set MINIVLLM_CACHE to another folder"
+            ) from error
+        for name in ("emu_error", "emu_output", "emu_variable", "emu_outside"):
             getattr(self.functions, name).restype = ctypes.c_char_p
         self.functions.emu_cell_bytes.restype = ctypes.c_size_t
         self.functions.emu_new_stacks.restype = ctypes.c_void_p
+        if name := self.functions.emu_outside():
+            raise KernelError(
+                f"the shared memory {name.decode()!r} is declared outside of a "
+                "function: declare it in the kernel"
+            )
         self.places: dict[int, str] = {}
 
     def locate(self, codes: set[int]) -> dict[int, str]:
@@ -509,10 +542,20 @@ class LaunchOptions:
         """Check what C++ could not."""
         if self.order not in ORDERS:
             raise KernelError(f"order {self.order!r}: use one of {', '.join(ORDERS)}")
-        for name, least in (("shared_bytes", 0), ("seed", 0), ("timeout_s", 1e-3)):
+        for name, least, most in (
+            ("shared_bytes", 0, math.inf),
+            ("shared_limit", 0, MAX_SHARED),
+            ("seed", 0, math.inf),
+            ("timeout_s", 1e-3, 1e6),
+        ):
             value = getattr(self, name)
-            if value < least:
-                raise KernelError(f"{name} is {value}, but must be at least {least}")
+            is_number = isinstance(value, Real if name == "timeout_s" else Integral)
+            if not is_number or not least <= value <= most:
+                raise KernelError(
+                    f"{name} is {value!r}, but must be a "
+                    f"{'' if name == 'timeout_s' else 'whole '}number from {least} "
+                    f"to {most}"
+                )
 
 
 # One at a time: a launch owns the stacks of the threads and the process's signals.

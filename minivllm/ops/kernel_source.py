@@ -145,8 +145,13 @@ def kernel_parameters(source: str, instance: str) -> list[Parameter]:
         KernelError: There is no such kernel, its template takes other arguments, or a
             parameter is nothing that can be passed from here.
     """
-    name, _, rest = instance.partition("<")
-    name, arguments = name.strip(), _split(rest.strip().removesuffix(">"))
+    found = re.fullmatch(r"\s*(\w+)\s*(?:<(.*)>)?\s*", instance)
+    if not found:
+        raise KernelError(
+            f"{instance!r} is no kernel: write its name, and template arguments if it "
+            "has any, such as 'scale<float>'"
+        )
+    name, arguments = found[1], _split(found[2] or "")
     kernels = {
         found["name"]: found for found in _KERNEL.finditer(_COMMENT.sub(" ", source))
     }
@@ -166,7 +171,9 @@ def kernel_parameters(source: str, instance: str) -> list[Parameter]:
             f"{instance}: the template takes {len(names)} arguments "
             f"({', '.join(declared)})"
         )
-    known = dict(zip(names, arguments, strict=True))
+    known: dict[str, str] = {}
+    for template_name, argument in zip(names, arguments, strict=True):
+        known[template_name] = known.get(argument, argument)  # "typename U = T"
     texts = _split(kernels[name]["parameters"])
     return [_parameter(instance, text, known) for text in texts]
 
@@ -297,15 +304,22 @@ def check_launch(
     """
     sizes = []
     for kind, given, limit in (("grid", grid, MAX_GRID), ("block", block, MAX_BLOCK)):
-        sides = (given,) if isinstance(given, Integral) else tuple(given)
-        sides = (*map(int, sides), *(1,) * (3 - len(sides)))
-        if len(sides) > 3 or min(sides) < 1 or any(map(gt, sides, limit)):
-            raise KernelError(
-                f"{instance}: the {kind} is {given}, but its sides must be from 1 to "
-                f"{', '.join(map(str, limit))}: launch nothing if there is nothing to "
-                "do, and let a thread do more if there is too much"
+        sides = tuple(given) if isinstance(given, Sequence) else (given,)
+        if (
+            not 1 <= len(sides) <= 3
+            or not all(
+                type(side) is int or isinstance(side, Integral) for side in sides
             )
-        sizes.append(sides)
+            or min(sides) < 1
+            or any(map(gt, sides, limit))
+        ):
+            raise KernelError(
+                f"{instance}: the {kind} is {given!r}, but its one to three sides must "
+                f"be whole numbers from 1 to {', '.join(map(str, limit))}: launch "
+                "nothing if there is nothing to do, and let a thread do more if there "
+                "is too much"
+            )
+        sizes.append((*map(int, sides), *(1,) * (3 - len(sides))))
     if math.prod(sizes[1]) > MAX_THREADS:
         raise KernelError(
             f"{instance}: the block of {block} has {math.prod(sizes[1])} threads, but "

@@ -14,6 +14,7 @@ Source: appendix A16, "Launching kernels".
 """
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -191,6 +192,8 @@ def why_not_compiled_for(arch: str, major: int | None = None) -> str | None:
         nvrtc = find_nvrtc(major)
     except BackendUnavailable as error:
         return str(error)
+    if not re.fullmatch(r"sm_\d+", arch):
+        return f"{arch!r} is no architecture of a GPU: write it as 'sm_80'"
     number = int(arch.removeprefix("sm_"))
     if number < OLDEST:
         return f"the kernels need a GPU of sm_{OLDEST} or newer, and this is {arch}"
@@ -227,9 +230,23 @@ def compile_cubin(
     def build(path: Path) -> None:
         cubin = nvrtc.compile(source, instances, [*options, f"-I{nvrtc.include}"])
         about = json.dumps({"names": cubin.names, "log": cubin.log})
-        path.write_bytes(about.encode() + b"\n" + cubin.code)
+        content = about.encode() + b"\n" + cubin.code
+        path.write_bytes(hashlib.sha256(content).digest() + content)
 
     inputs = [source, *instances, *options, str(nvrtc.version), header]
     path = built_once(f"{arch}.cubin", inputs, build)
-    about, _, code = path.read_bytes().partition(b"\n")
+    cubin = unpack(path.read_bytes())
+    if cubin is None:  # a driver would load the half of it that is there
+        path.unlink(missing_ok=True)
+        cubin = unpack(built_once(f"{arch}.cubin", inputs, build).read_bytes())
+    assert cubin, f"{path} changes while it is read"
+    return cubin
+
+
+def unpack(data: bytes) -> Cubin | None:
+    """Return what a file of the cache holds, or None if it is damaged."""
+    digest, content = data[:32], data[32:]
+    if hashlib.sha256(content).digest() != digest:
+        return None
+    about, _, code = content.partition(b"\n")
     return Cubin(code, **json.loads(about))

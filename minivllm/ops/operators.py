@@ -19,6 +19,13 @@ import torch
 LIBRARIES: dict[str, torch.library.Library] = {}
 
 
+def refuse(context: Any, *gradients: Any) -> None:
+    """Say that there is no derivative, where torch would go on with none."""
+    raise NotImplementedError(
+        "this operator of minivllm has no derivative: call it in torch.inference_mode()"
+    )
+
+
 def operator(
     schema: str, fake: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -42,6 +49,8 @@ def operator(
         for device in ("CPU", "CUDA"):
             library.impl(name, function, device)
         torch.library.register_fake(qualified_name, fake, lib=library)
+        if "!" not in schema:  # torch knows no derivatives of what works in place
+            torch.library.register_autograd(qualified_name, refuse, lib=library)
         LIBRARIES[qualified_name] = library
         return getattr(getattr(torch.ops, namespace), name).default
 

@@ -72,6 +72,20 @@ def add_backend(op: str, backend: Backend) -> None:
     OPS[op].insert(0, backend)
 
 
+def load_backends() -> None:
+    """Load all backends, and refuse a variable that forces one of no op.
+
+    Raises:
+        ConfigError: Such a variable is set, probably misspelled.
+    """
+    for module in MODULES:
+        import_module(module)
+    known = {f"MINIVLLM_OP_{op.upper()}": op for op in OPS}
+    for variable in os.environ:
+        if variable.startswith("MINIVLLM_OP_"):
+            _find(variable, known, "variable")
+
+
 def choose(op: str, device: str, dtype: str, **sizes: int) -> Choice:
     """Return the first backend of an op that can run, or the one that is forced.
 
@@ -85,8 +99,7 @@ def choose(op: str, device: str, dtype: str, **sizes: int) -> Choice:
         BackendUnavailable: The forced backend cannot run.
         ConfigError: There is no op or no backend of that name.
     """
-    for module in MODULES:
-        import_module(module)
+    load_backends()
     backends = {backend.name: backend for backend in _find(op, OPS, "op")}
     variable = f"MINIVLLM_OP_{op.upper()}"
     if forced := os.environ.get(variable):
@@ -149,6 +162,5 @@ def only_if_forced(op: str, why_not: Callable[..., str | None]) -> Callable[...,
 
 def known_ops() -> list[str]:
     """Return the names of all ops, after loading all of their backends."""
-    for module in MODULES:
-        import_module(module)
+    load_backends()
     return sorted(OPS)

@@ -9,8 +9,8 @@ to something that is called with a grid, a block and the kernel's arguments: an
 emulated module or one on a GPU. Further options go to that call as they are.
 
 Invariant: no kernel is started that would read or write outside its tensors, as far as
-their shapes tell. What block tables and lengths say is the caller's to know, since on
-a GPU one would have to wait for them; lengths on the CPU are checked.
+their shapes tell. What block tables and lengths say is checked on the CPU. On a GPU one
+would have to wait for them, so there it is the caller's to know.
 
 Called by `minivllm.ops.cuda`.
 
@@ -95,12 +95,17 @@ def check_weight(weight: Tensor, x: Tensor) -> None:
     """Refuse a weight that does not fit the rows.
 
     Raises:
-        ShapeError: It has another size or type.
+        ShapeError: It has another size or type, or is not contiguous.
     """
     if (weight.shape, weight.dtype) != (x.shape[1:], x.dtype):
         raise ShapeError(
             f"a weight of {weight.dtype} {tuple(weight.shape)} does not fit rows of "
             f"{x.dtype} {tuple(x.shape)}: it needs one number per column"
+        )
+    if not weight.is_contiguous():
+        raise ShapeError(
+            f"the numbers of a weight lie {weight.stride(0)} apart, but kernels take "
+            "contiguous ones: call .contiguous()"
         )
 
 
@@ -270,6 +275,8 @@ def paged_attention(
     num_reqs, num_heads, head_dim = out.shape
     if num_reqs == 0:
         return
+    if seq_lens.device.type == "cpu":  # a GPU would have to be waited for
+        check_tables(q, kv_cache, rows, block_table, seq_lens, window)
     block_size, num_kv_heads = kv_cache.shape[2:4]
     max_num_blocks = block_table.shape[1]
     keys, values = kv_cache.unbind()
@@ -316,10 +323,19 @@ def check_attention(
     Raises:
         ShapeError: They do not fit each other, or a request has no keys.
     """
+    dimensions = [x.ndim for x in (out, q, kv_cache, rows, block_table, seq_lens)]
+    if dimensions != [3, 3, 5, 1, 2, 1]:
+        raise ShapeError(
+            f"out, q, kv_cache, rows, block_table and seq_lens have {dimensions} "
+            "dimensions, but attention takes [3, 3, 5, 1, 2, 1]: see "
+            "minivllm.ops.rungs.paged_attention"
+        )
     num_reqs, num_heads, head_dim = out.shape
     num_kv_heads = kv_cache.shape[3]
     problem = None
-    if q.shape[1:] != out.shape[1:] or q.stride()[1:] != (head_dim, 1):
+    if min(num_heads, num_kv_heads, head_dim) < 1:
+        problem = f"{num_heads} heads, {num_kv_heads} key heads of {head_dim} numbers"
+    elif q.shape[1:] != out.shape[1:] or q.stride()[1:] != (head_dim, 1):
         problem = f"queries of {tuple(q.shape)}, {q.stride()} apart"
     elif kv_cache.shape[0] != 2 or kv_cache.shape[4] != head_dim:
         problem = f"a cache of {tuple(kv_cache.shape)}"
@@ -343,11 +359,42 @@ def check_attention(
             f"attention cannot write {tuple(out.shape)} from {problem}: see the shapes "
             "that minivllm.ops.rungs.paged_attention takes"
         )
-    if seq_lens.device.type == "cpu" and num_reqs and int(seq_lens.min()) < 1:
+
+
+def check_tables(
+    q: Tensor,
+    kv_cache: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    window: int,
+) -> None:
+    """Refuse numbers in tables that lead out of the tensors.
+
+    Raises:
+        ShapeError: A request has no keys or more than its blocks hold, or there is no
+            such query or block.
+    """
+    if int(seq_lens.min()) < 1:
         raise ShapeError(
             f"a request has {int(seq_lens.min())} keys, but attention needs at least "
             "1, that of the query itself: write it to the cache first"
         )
+    num_blocks, block_size = kv_cache.shape[1:3]
+    begins = torch.arange(block_table.shape[1]) * block_size
+    ends = seq_lens[:, None]
+    is_seen = (begins < ends) & (begins + block_size > ends - window)
+    for name, numbers, most in (
+        ("seq_lens", seq_lens, block_table.shape[1] * block_size),
+        ("rows", rows, len(q) - 1),
+        ("block_table", block_table[is_seen], num_blocks - 1),
+    ):
+        if int(numbers.min()) < 0 or int(numbers.max()) > most:
+            raise ShapeError(
+                f"{name} has numbers from {int(numbers.min())} to "
+                f"{int(numbers.max())}, but 0 to {most} fit the other tensors: "
+                "correct them"
+            )
 
 
 def check_packs(*tensors: Tensor) -> None:
