@@ -287,7 +287,7 @@ def test_the_compiled_backends_are_chosen(op, monkeypatch):
     monkeypatch.delenv(f"MINIVLLM_OP_{op.upper()}", raising=False)
     choice = registry.choose(op, "cpu", "float32")
     assert choice.backend.name == "compiled"
-    assert choice.passed_over == {}
+    assert set(choice.passed_over) <= {"cuda", "emulated"}  # those of a GPU
 
 
 @needs_compiler
