@@ -1785,6 +1785,16 @@ def test_an_array_may_be_empty():
         )
 
 
+def test_a_tensor_may_be_empty():
+    torch = pytest.importorskip("torch")  # its empty tensors have no address
+    empty = torch.zeros(0)
+    for check in (False, True):
+        kernel = argument_kernel("copy<float>", check)
+        kernel(1, 32, empty, empty, 0, 1, False, 0.0)
+    with pytest.raises(KernelError, match="past the end of argument 1"):
+        kernel(1, 32, torch.zeros(4), empty, 4, 1, False, 0.0)
+
+
 @pytest.mark.parametrize(
     ("grid", "block", "options", "message"),
     [

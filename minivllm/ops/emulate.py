@@ -648,7 +648,9 @@ class EmulatedKernel:
             for group in groups:
                 group.copy_in(cell_bytes)
                 for array in group.arrays:
-                    moved = packed[array.number].value + group.base - group.low
+                    # An empty tensor of torch has no address.
+                    address = packed[array.number].value or 0
+                    moved = address + group.base - group.low
                     packed[array.number] = ctypes.c_void_p(moved)
         launch = _Launch(
             grid=sides[0],
