@@ -1,4 +1,4 @@
-"""Time every rung of the ladders on a GPU, beside torch and a copy of memory.
+"""Time every kernel on a GPU, beside torch and a copy of memory.
 
 python -m benchmarks.kernels                 # some minutes
 python -m benchmarks.kernels --ops rms_norm  # a part of it, to look at
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minivllm
-from minivllm.ops import rungs
+from minivllm.ops import cuda_layers, reference, rungs
 from minivllm.ops.launch import KernelFile, why_no_launch
 from minivllm.ops.paged_attention import PaddedAttention
 
@@ -192,6 +192,172 @@ def attention_job(
     )
 
 
+def rotary_job(
+    dtype: torch.dtype, num_tokens: int, num_heads: int, head_dim: int, device: str
+) -> Job:
+    """Return the rotation of all heads of some tokens."""
+    kernels = KernelFile("rotary.cu")
+
+    def make() -> dict[str, Call]:
+        heads = torch.randn(num_tokens, num_heads, head_dim, device=device).to(dtype)
+        angles = torch.rand(num_tokens, 1, head_dim // 2, device=device) * 100
+        cos, sin = angles.cos(), angles.sin()
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        arguments = (heads, num_heads, cos, sin)
+
+        def run() -> Tensor:
+            cuda_layers.launch_rotary_embedding(kernels, *arguments)
+            return heads
+
+        def run_torch() -> Tensor:
+            return reference.rotary_embedding(*arguments)
+
+        return {"rotary_embedding": run, "torch": run_torch}
+
+    numbers = 2 * num_tokens * num_heads * head_dim * dtype.itemsize
+    return Job(
+        op="rotary_embedding",
+        dtype=dtype,
+        sizes={"num_tokens": num_tokens, "num_heads": num_heads, "head_dim": head_dim},
+        num_bytes=numbers + num_tokens * head_dim * 4,  # half of both tables of angles
+        make=make,
+    )
+
+
+def activation_job(dtype: torch.dtype, num_rows: int, size: int, device: str) -> Job:
+    """Return act(gate) * up of some rows; all activations move the same bytes."""
+    kernels = KernelFile("activations.cu")
+
+    def make() -> dict[str, Call]:
+        gate_up = torch.randn(num_rows, 2 * size, device=device).to(dtype)
+        out = torch.empty(num_rows, size, dtype=dtype, device=device)
+
+        def run(activation: str) -> Tensor:
+            cuda_layers.launch_act_and_mul(kernels, out, gate_up, activation)
+            return out
+
+        names = list(cuda_layers.KINDS)
+        calls: dict[str, Call] = {n: lambda n=n: run(n) for n in names}
+        return calls | {"torch": lambda: reference.silu_and_mul(gate_up)}
+
+    return Job(
+        op="act_and_mul",
+        dtype=dtype,
+        sizes={"num_rows": num_rows, "size": size},
+        num_bytes=dtype.itemsize * 3 * num_rows * size,
+        make=make,
+    )
+
+
+def mlp_job(
+    dtype: torch.dtype, num_rows: int, hidden: int, size: int, device: str
+) -> Job:
+    """Return the first half of a gated MLP."""
+    kernels = KernelFile("gated_mlp.cu")
+
+    def make() -> dict[str, Call]:
+        x = torch.randn(num_rows, hidden, device=device).to(dtype)
+        weight = torch.randn(2 * size, hidden, device=device) / hidden**0.5
+        weight = weight.to(dtype)
+        out = torch.empty(num_rows, size, dtype=dtype, device=device)
+
+        def run() -> Tensor:
+            cuda_layers.launch_gated_mlp(kernels, out, x, weight, "silu")
+            return out
+
+        def run_torch() -> Tensor:
+            return reference.silu_and_mul(F.linear(x, weight))
+
+        return {"gated_mlp": run, "torch": run_torch}
+
+    weights, rows = 2 * size * hidden, num_rows * (hidden + size)
+    return Job(
+        op="gated_mlp",
+        dtype=dtype,
+        sizes={"num_rows": num_rows, "hidden": hidden, "size": size},
+        num_bytes=dtype.itemsize * (weights + rows),
+        make=make,
+    )
+
+
+def embedding_job(dtype: torch.dtype, num_tokens: int, size: int, device: str) -> Job:
+    """Return rows of a table, each another one."""
+    kernels = KernelFile("embedding.cu")
+
+    def make() -> dict[str, Call]:
+        table = torch.randn(4 * num_tokens, size, device=device).to(dtype)
+        token_ids = torch.randperm(len(table), device=device)[:num_tokens]
+        out = torch.empty(num_tokens, size, dtype=dtype, device=device)
+
+        def run() -> Tensor:
+            cuda_layers.launch_embedding(kernels, out, token_ids, table)
+            return out
+
+        return {"embedding": run, "torch": lambda: F.embedding(token_ids, table)}
+
+    return Job(
+        op="embedding",
+        dtype=dtype,
+        sizes={"num_tokens": num_tokens, "size": size},
+        num_bytes=num_tokens * (dtype.itemsize * 2 * size + 8),
+        make=make,
+    )
+
+
+def cache_job(
+    dtype: torch.dtype, num_tokens: int, num_kv_heads: int, head_dim: int, device: str
+) -> Job:
+    """Return keys and values that go to slots anywhere."""
+    kernels = KernelFile("reshape_and_cache.cu")
+
+    def make() -> dict[str, Call]:
+        k, v = torch.randn(2, num_tokens, num_kv_heads, head_dim, device=device)
+        k, v = k.to(dtype), v.to(dtype)
+        shape = (2, num_tokens, 4, num_kv_heads, head_dim)
+        kv_cache = torch.zeros(shape, dtype=dtype, device=device)
+        slots = torch.randperm(4 * num_tokens, device=device)[:num_tokens]
+
+        def run() -> Tensor:
+            cuda_layers.launch_reshape_and_cache(kernels, k, v, kv_cache, slots)
+            return kv_cache
+
+        def run_torch() -> Tensor:
+            reference.reshape_and_cache(k, v, kv_cache, slots)
+            return kv_cache
+
+        return {"reshape_and_cache": run, "torch": run_torch}
+
+    numbers = 2 * num_tokens * num_kv_heads * head_dim
+    return Job(
+        op="reshape_and_cache",
+        dtype=dtype,
+        sizes={
+            "num_tokens": num_tokens,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        },
+        num_bytes=2 * numbers * dtype.itemsize + 8 * num_tokens,
+        make=make,
+    )
+
+
+def layer_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
+    """Yield the small kernels of a layer, at sizes of the same two models."""
+    models = (
+        {"heads": (12, 64), "hidden": 576, "size": 1536, "kv": (3, 64)},
+        {"heads": (40, 128), "hidden": 4096, "size": 14_336, "kv": (8, 128)},
+    )
+    for model in models:
+        hidden, size = model["hidden"], model["size"]
+        for num_tokens in (1, 16, 4096):
+            yield rotary_job(dtype, num_tokens, *model["heads"], device)
+            yield activation_job(dtype, num_tokens, size, device)
+            yield embedding_job(dtype, num_tokens, hidden, device)
+            yield cache_job(dtype, num_tokens, *model["kv"], device)
+        for num_rows in (1, 2, 4, 8, 16, 32):
+            yield mlp_job(dtype, num_rows, hidden, size, device)
+
+
 def all_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
     """Yield what is measured: sizes of SmolLM2-135M, and of a model of 8 billion."""
     for kind in (dtype, torch.float32):
@@ -203,6 +369,7 @@ def all_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
     for heads in ((9, 3, 64), (32, 8, 128)):
         for num_reqs, num_keys in ((1, 512), (1, 8192), (16, 512), (64, 2048)):
             yield attention_job(dtype, num_reqs, num_keys, *heads, device)
+    yield from layer_jobs(device, dtype)
 
 
 def time_calls(calls: Sequence[Call]) -> float:
@@ -338,7 +505,7 @@ def line_of(row: Record) -> str:
     """Write a result in one line."""
     shape = " x ".join(map(str, row["shape"].values()))
     return (
-        f"{row['op']:18} {row['rung']:5} {row['dtype']:8} {shape:26}"
+        f"{row['op']:18} {row['rung']:17} {row['dtype']:8} {shape:26}"
         f"{row['median_us']:10.1f} us {row['gb_per_s']:7.0f} GB/s "
         f"{row['of_ceiling']:6.1%} of a copy's, {row['of_torch']:.2f} x torch"
     )
@@ -379,7 +546,7 @@ def result_path(device: str) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure everything on the current GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ops = ["rms_norm", "fused_add_rms_norm", "softmax", "paged_attention"]
+    ops = list(dict.fromkeys(job.op for job in all_jobs("cuda", torch.float16)))
     parser.add_argument("--ops", nargs="+", choices=ops, default=ops)
     options = parser.parse_args(arguments)
     if reason := why_no_launch():

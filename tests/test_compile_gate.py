@@ -12,13 +12,11 @@ import pytest
 
 from minivllm.ops.nvrtc import compile_cubin, why_not_compiled_for
 from tests.kernels.cases import AttentionCase, instances, source_of
-from tests.kernels.pairwise import all_combinations
-from tests.kernels.test_ladders import RUNGS, factors_of, make
+from tests.kernels.kinds import RUNGS, factors_of, make
+from tests.kernels.pairwise import all_combinations, pairwise
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_90"]  # T4, A100, H100
 SPILLS = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
-# Of attention, always: one size of blocks, and heads that fill lanes or do not.
-BLOCK_SIZE, HEAD_DIMS = 16, [64, 80]
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +28,11 @@ def needs_nvrtc():
 
 def names_of(kind: Any, version: str, is_full: bool) -> list[str]:
     """Return the instances that a rung's cases start: all, or a few."""
-    # What instances do not depend on has one value.
-    one_each = {"order", "num_rows", "plus_one", "heads", "seq_lens", "window"}
-    factors = {
-        name: values[:1] if name in one_each else values
-        for name, values in factors_of(kind, version).items()
-    }
-    if kind is AttentionCase and not is_full:
-        factors |= {"head_dim": HEAD_DIMS, "block_size": [BLOCK_SIZE]}
+    factors = {name: values[:1] for name, values in factors_of(kind, version).items()}
+    few = {"dtype": kind.dtypes} | kind.compiled_for
+    if is_full:
+        few = {name: factors_of(kind, version)[name] for name in few}
+    factors |= few
     cases = [make(kind, version, values)[0] for values in all_combinations(factors)]
     return instances(cases)
 
@@ -45,7 +40,7 @@ def names_of(kind: Any, version: str, is_full: bool) -> list[str]:
 def assert_compiles(kind: Any, version: str, arch: str, is_full: bool) -> None:
     """Compile a rung without a warning, and with all its numbers in registers."""
     names = names_of(kind, version, is_full)
-    assert len(names) >= 3, "there is an instance for each type"
+    assert len(names) >= len(kind.dtypes), "there is an instance for each type"
     cubin = compile_cubin(source_of(kind.file), names, arch)
     assert cubin.names.keys() == set(names)
     assert "warning" not in cubin.log
@@ -70,3 +65,10 @@ def test_every_instance_of_a_rung_compiles(kind, version, arch):
 def test_a_full_gate_has_every_type_size_and_block():
     assert len(names_of(AttentionCase, "v3", is_full=True)) == 3 * 4 * 3
     assert len(names_of(AttentionCase, "v3", is_full=False)) == 3 * 2
+
+
+@pytest.mark.parametrize(("kind", "version"), RUNGS)
+def test_a_full_gate_has_what_the_cases_start(kind, version):
+    sample = pairwise(factors_of(kind, version))
+    cases = [make(kind, version, values)[0] for values in sample]
+    assert set(instances(cases)) <= set(names_of(kind, version, is_full=True))

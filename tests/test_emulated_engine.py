@@ -2,7 +2,9 @@
 
 import pytest
 
+from minivllm.ops import cuda_layers
 from minivllm.ops.cuda import KernelAttention, KernelRMSNorm, why_not_emulated
+from minivllm.ops.launch import KernelFile
 from tests.test_torch_runner import (
     EXPECTED,
     PROMPTS,
@@ -56,3 +58,31 @@ def test_chunks_and_answers_in_one_step_get_them_too(calls):
     run(runner, requests, make_scheduler(runner, budget=7))
     assert answers(requests) == EXPECTED
     assert calls["attention"]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Force the small ops of a layer, and count the launches of each file."""
+    counts = dict.fromkeys(
+        ["rotary", "activations", "embedding", "reshape_and_cache"], 0
+    )
+    real_run = KernelFile.run
+
+    def run_and_count(self, *arguments, **options):
+        counts[self.name.removesuffix(".cu")] += 1
+        return real_run(self, *arguments, **options)
+
+    monkeypatch.setattr(KernelFile, "run", run_and_count)
+    for op in cuda_layers.KERNELS:
+        monkeypatch.setenv(f"MINIVLLM_OP_{op.upper()}", "emulated")
+    return counts
+
+
+def test_the_small_kernels_give_them_too(started):
+    runner = make_runner()
+    requests = [make_request(index, tokens) for index, tokens in enumerate(PROMPTS)]
+    steps = run(runner, requests, make_scheduler(runner, budget=7))
+    assert answers(requests) == EXPECTED
+    num_layers = runner.decoder.spec.num_layers
+    assert started.pop("embedding") == len(steps)
+    assert set(started.values()) == {num_layers * len(steps)}

@@ -65,6 +65,7 @@ TORCH_MODULES = {
     "ops/compiler.py",
     "ops/cpu.py",
     "ops/cuda.py",
+    "ops/cuda_layers.py",
     "ops/draw.py",
     "ops/launch.py",
     "ops/linear.py",

@@ -11,14 +11,19 @@ import torch
 import minivllm
 from benchmarks import kernels as script
 from benchmarks.kernels import (
+    activation_job,
     all_jobs,
     attention_job,
+    cache_job,
     copy_gb_s,
+    embedding_job,
     line_of,
     matmul_tflop_s,
     measure,
+    mlp_job,
     norm_job,
     result_path,
+    rotary_job,
     run,
     softmax_job,
     time_calls,
@@ -30,6 +35,13 @@ SMALL = [
     norm_job(torch.float32, 3, 64, "cpu", is_fused=True),
     softmax_job(torch.float32, 5, 40, "cpu"),
     attention_job(torch.float32, 2, 300, 4, 2, 64, "cpu"),
+]
+LAYER = [
+    rotary_job(torch.float32, 3, 5, 16, "cpu"),
+    activation_job(torch.float32, 3, 40, "cpu"),
+    mlp_job(torch.float32, 3, 40, 12, "cpu"),
+    embedding_job(torch.bfloat16, 3, 40, "cpu"),
+    cache_job(torch.bfloat16, 3, 2, 16, "cpu"),
 ]
 
 
@@ -45,6 +57,29 @@ def test_every_rung_and_torch_do_the_same_job(job):
     eps = torch.finfo(job.dtype).eps
     for result in results.values():
         assert torch.allclose(result, results["torch"], rtol=4 * eps, atol=16 * eps)
+
+
+@needs_compiler
+@pytest.mark.parametrize("job", LAYER, ids=lambda job: job.op)
+def test_each_small_kernel_does_what_torch_does(job):
+    results = {}
+    for rung in job.make():
+        torch.manual_seed(0)
+        results[rung] = job.make()[rung]().float()
+    assert list(results)[-1] == "torch" and len(results) >= 2
+    for name in ("gelu", "gelu_tanh"):  # the same bytes, other numbers
+        assert not results.pop(name, torch.ones(1)).equal(results["torch"])
+    for result in results.values():
+        assert torch.allclose(result, results["torch"], rtol=1e-5, atol=1e-5)
+
+
+def test_the_bytes_of_the_small_kernels_are_those_by_hand():
+    rotary, activation, mlp, embedding, cache = (job.num_bytes for job in LAYER)
+    assert rotary == 4 * (2 * 3 * 5 * 16 + 3 * 16)
+    assert activation == 4 * 3 * (80 + 40)
+    assert mlp == 4 * (24 * 40 + 3 * 40 + 3 * 12)
+    assert embedding == 3 * (8 + 2 * 2 * 40)
+    assert cache == 3 * (8 + 2 * 2 * 2 * 2 * 16)
 
 
 def test_the_bytes_are_those_by_hand():
@@ -176,6 +211,7 @@ def test_slow_rungs_are_counted_less_often(replay_s, num_replays, monkeypatch):
 def test_the_jobs_cover_every_op_and_what_they_name_can_be_made():
     jobs = list(all_jobs("cpu", torch.bfloat16))
     ops = {"rms_norm", "fused_add_rms_norm", "softmax", "paged_attention"}
+    ops |= {job.op for job in LAYER}
     assert {job.op for job in jobs} == ops
     assert all(job.num_bytes > 0 for job in jobs)
     assert len({(job.op, job.dtype, *job.sizes.values()) for job in jobs}) == len(jobs)

@@ -45,6 +45,7 @@ class DecoderOps(NamedTuple):
     rms_norm: type[TorchRMSNorm]
     rotary_embedding: Callable[[Tensor, int, Tensor, Tensor], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
+    embedding: Callable[[Tensor, Tensor], Tensor]
 
 
 class MergedAttention:
@@ -148,6 +149,7 @@ class MergedDecoder:
         self.spec = decoder.spec
         self.frequencies = decoder.frequencies
         self.embed_tokens = decoder.embed_tokens
+        self.embedding = ops.embedding
         self.layers: list[MergedLayer] = []
         layers = list(decoder.layers)
         del decoder.layers
@@ -166,7 +168,7 @@ class MergedDecoder:
         self, input_ids: Tensor, positions: Tensor, context: AttentionContext[Tensor]
     ) -> Tensor:
         """Run the tokens through every layer; as `Decoder.forward`."""
-        x = F.embedding(input_ids, self.embed_tokens.weight)
+        x = self.embedding(input_ids, self.embed_tokens.weight)
         angles = positions.float().view(-1, 1, 1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)

@@ -39,6 +39,11 @@ class TorchRMSNorm:
         return (x * mean_square.rsqrt_()).to(x.dtype).mul_(self.weight)
 
 
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Return the rows of a table, [num_tokens, size], that token ids ask for."""
+    return F.embedding(token_ids, table)
+
+
 def rotary_embedding(
     heads: Tensor, num_rotated: int, cos: Tensor, sin: Tensor
 ) -> Tensor:
@@ -90,6 +95,7 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 define_op("rms_norm", [Backend("torch", TorchRMSNorm)])
+define_op("embedding", [Backend("torch", embedding)])
 define_op("rotary_embedding", [Backend("torch", rotary_embedding)])
 define_op("silu_and_mul", [Backend("torch", silu_and_mul)])
 define_op("reshape_and_cache", [Backend("torch", reshape_and_cache)])

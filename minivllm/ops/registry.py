@@ -14,7 +14,7 @@ forces a backend: if it cannot run, that is an error, never another backend in s
 
 In vLLM: vllm/ir/op.py (IrOp, IrOpImpl).
 Source: appendix A6, "The torch runner"; appendix A10, "Compiled operations"; appendix
-    A16, "Launching kernels"; chapter 6, "CUDA kernels".
+    A16, "Launching kernels"; chapter 6, "CUDA kernels"; appendix A18, "Small kernels".
 """
 
 import difflib
@@ -58,7 +58,11 @@ class Choice:
 
 OPS: dict[str, list[Backend]] = {}
 # Modules with more backends, loaded at the first choice.
-MODULES: list[str] = ["minivllm.ops.cpu", "minivllm.ops.cuda"]
+MODULES: list[str] = [
+    "minivllm.ops.cpu",
+    "minivllm.ops.cuda",
+    "minivllm.ops.cuda_layers",
+]
 
 
 def define_op(op: str, backends: Iterable[Backend]) -> None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from minivllm.generation import generate_naive
+from minivllm.ops import cuda_layers
 from minivllm.ops.cuda import fused_add_rms_norm, paged_attention, rms_norm, softmax
 from minivllm.request import ModelOutput, SchedulerOutput
 from minivllm.runners.torch_runner import TorchRunner
+from tests import test_cuda_layers
 from tests.parity.tiny import numpy_decoder, torch_decoder
 from tests.test_cuda_ops import assert_close, norms_and_shares, operators
 from tests.test_torch_runner import (
@@ -28,6 +30,10 @@ from tests.test_torch_runner import (
 
 Weights = dict[str, torch.Tensor]
 OPERATORS = [rms_norm, fused_add_rms_norm, softmax, paged_attention]
+OPERATORS += [cuda_layers.rotary_embedding, cuda_layers.silu_and_mul]
+OPERATORS += [cuda_layers.gelu_and_mul, cuda_layers.gelu_tanh_and_mul]
+OPERATORS += [cuda_layers.gated_mlp, cuda_layers.embedding]
+OPERATORS += [cuda_layers.reshape_and_cache]
 
 
 def on(device: str, arguments: tuple) -> tuple:
@@ -35,10 +41,15 @@ def on(device: str, arguments: tuple) -> tuple:
     return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments)
 
 
+def arguments_of(operator: object) -> tuple:
+    """Return arguments for an operator, on the CPU."""
+    numbers = torch.Generator().manual_seed(0)
+    return (operators(numbers) | test_cuda_layers.operators(numbers))[operator]
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_torchs_own_checks_pass(operator, gpu):
-    arguments = operators(torch.Generator().manual_seed(0))[operator]
-    verdicts = torch.library.opcheck(operator, on(gpu, arguments))
+    verdicts = torch.library.opcheck(operator, on(gpu, arguments_of(operator)))
     assert set(verdicts.values()) == {"SUCCESS"}
 
 
@@ -57,14 +68,16 @@ def test_a_model_compiles_into_one_graph(backend, gpu):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_operators_are_captured_into_a_graph(operator, gpu):
-    arguments = on(gpu, operators(torch.Generator().manual_seed(0))[operator])
+    arguments = on(gpu, arguments_of(operator))
     fresh = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
-    expected = operator(*fresh)  # loads, too
+    expected = [operator(*fresh), *fresh]  # loads, too
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = operator(*arguments)
     graph.replay()
-    assert out.equal(expected)
+    for ours, theirs in zip([out, *arguments], expected, strict=True):
+        if isinstance(ours, torch.Tensor):
+            assert ours.equal(theirs)
 
 
 def make_runner(gpu: str, weights: Weights = WEIGHTS) -> TorchRunner:
@@ -75,7 +88,7 @@ def make_runner(gpu: str, weights: Weights = WEIGHTS) -> TorchRunner:
         block_size=BLOCK_SIZE,
         max_model_len=256,
     )
-    for op in ("rms_norm", "paged_attention"):
+    for op in ("rms_norm", "paged_attention", *cuda_layers.KERNELS):
         assert runner.choices[op].backend.name == "cuda", runner.choices[op].passed_over
     return runner
 

@@ -1,17 +1,20 @@
 """What every rung has to compute, case by case, on the emulator and on a GPU alike.
 
-A case knows its numbers, starts its rung through `minivllm.ops.rungs`, and compares the
-result with NumPy. Memory that a kernel has no business in is full of NaN.
+A case knows its numbers, starts its rung as the engine does, and compares the result
+with NumPy. Memory that a kernel has no business in is full of NaN. A kind of cases is a
+class, and tells the tests all about itself; `kinds.py` has the list. Here are the kinds
+of the ladders of chapter 6.
 """
 
 import math
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -24,7 +27,7 @@ from minivllm.reference.attention import attention_weights, softmax
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
-HEADERS = ["common.cuh", "reduce.cuh"]
+HEADERS = ["common.cuh", "reduce.cuh", "activations.cuh"]
 DTYPES = ["float32", "float16", "bfloat16"]
 # The emulator's orders of the threads, with a seed.
 ORDERS = [
@@ -37,6 +40,11 @@ ORDERS = [
 HIDDEN_SIZES = [1, 31, 576, 1000, 2064]  # the last: more packs than threads
 HEAD_DIMS = [64, 80, 128, 256]
 BLOCK_SIZES = [8, 16, 32]
+HEADS = [(2, 2), (6, 2), (6, 3)]  # query heads and key heads
+# Keys of the requests of a batch, and how many of them a query sees: with a split_size
+# of 24, splits of v4 that end in the middle and at the end, and one without keys.
+LENGTHS = [(37,), (1, 16, 48)]
+WINDOWS = [None, 30]
 EPS = 1e-3
 # Rows of the batch that belong to requests of other groups.
 OTHERS = 2
@@ -89,10 +97,59 @@ def new_memory_is_nan() -> Iterator[None]:
 
 
 class Case:
-    """One call of one rung."""
+    """One call of one rung.
 
-    file: str
+    Attributes:
+        file: Where its kernels are.
+        versions: The rungs: rows of the table at the top of that file.
+        dtypes: Types that each is for.
+        compiled_for: The factors that are template arguments or decide on them, and
+            those of their values that the gate compiles always.
+        is_extreme: Whether the last digits are lost by design, which a GPU may do in
+            another way than the emulator.
+        version: Which rung.
+    """
+
+    file: ClassVar[str]
+    versions: ClassVar[tuple[str, ...]]
+    dtypes: ClassVar[list[str]] = DTYPES
+    compiled_for: ClassVar[dict[str, list[Any]]] = {}
+    is_extreme: bool = False
     version: str
+
+    @classmethod
+    def factors(cls, version: str) -> dict[str, list[Any]]:
+        """Return what else the cases of a rung are made of: name, and values."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, version: str, dtype: str, **values: Any) -> Self:
+        """Make a case of one value of each factor."""
+        return cls(version, dtype, **values)
+
+    @classmethod
+    def empty(cls, version: str) -> Self:
+        """Return a case in which there is nothing to do."""
+        raise NotImplementedError
+
+    @classmethod
+    def killers(cls) -> list[Self]:
+        """Return the cases that have to notice whatever is wrong with a kernel."""
+        raise NotImplementedError
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        """Return the cases that the table at the top of the file is about."""
+        raise NotImplementedError
+
+    @classmethod
+    def large(cls) -> list[Self]:
+        """Return cases that the emulator has no time for."""
+        raise NotImplementedError
+
+    def run(self, kernels: rungs.Kernels, device: str = "cpu", **options: Any) -> None:
+        """Start the rung and check what it wrote, and that it wrote nothing else."""
+        raise NotImplementedError
 
     def random(self) -> torch.Generator:
         """Return random numbers that are the same for the same case."""
@@ -101,6 +158,11 @@ class Case:
     def __str__(self) -> str:
         values = [getattr(self, f.name) for f in fields(self) if f.default is MISSING]
         return "-".join(map(str, values))
+
+
+def rows_for(version: str) -> list[int]:
+    """Return numbers of rows: of v1, which has a thread for each, several blocks."""
+    return [1, 3, 300] if version == "v1" else [1, 3, 7]
 
 
 @dataclass(frozen=True)
@@ -113,6 +175,47 @@ class NormCase(Case):
     num_rows: int
     plus_one: bool
     file = "rms_norm.cu"
+    versions = ("v1", "v2", "v3", "v4", "v5")
+    compiled_for: ClassVar = {"hidden": HIDDEN_SIZES}
+
+    @classmethod
+    def factors(cls, version: str) -> dict[str, list[Any]]:
+        """Return sizes that fill threads and packs, and sizes that do not."""
+        rows = rows_for(version)
+        return {"hidden": HIDDEN_SIZES, "num_rows": rows, "plus_one": [False, True]}
+
+    @classmethod
+    def empty(cls, version: str) -> Self:
+        """Return no rows."""
+        return cls(version, "bfloat16", 2064, 0, True)
+
+    @classmethod
+    def killers(cls) -> list[Self]:
+        """Return more packs than threads, single numbers, and many rows."""
+        return [
+            cls(version, *values)
+            for version in cls.versions
+            for values in (
+                ("bfloat16", 2064, 3, False),
+                ("float32", 31, 3, True),
+                ("float16", 8, 300, True),
+            )
+        ]
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        """Return rows of SmolLM2."""
+        return [cls(version, "float32", 576, 32, False) for version in cls.versions]
+
+    @classmethod
+    def large(cls) -> list[Self]:
+        """Return many rows, and one that needs more shared memory than is usual."""
+        return [
+            cls("v4", "bfloat16", 4096, 5000, False),
+            cls("v5", "float16", 4096, 5000, True),
+            # 56 KiB of shared memory for a row: more than a block gets without asking.
+            cls("v5", "float32", 14_336, 3, False),
+        ]
 
     def run(self, kernels: rungs.Kernels, device: str = "cpu", **options: Any) -> None:
         """Start the rung and check what it wrote, and that it wrote nothing else."""
@@ -156,6 +259,40 @@ class SoftmaxCase(Case):
     size: int
     num_rows: int
     file = "softmax.cu"
+    versions = ("v1", "v2", "v3", "v4")
+    compiled_for: ClassVar = {"size": HIDDEN_SIZES[:1]}
+
+    @classmethod
+    def factors(cls, version: str) -> dict[str, list[Any]]:
+        """Return sizes that fill threads, and sizes that do not."""
+        return {"size": HIDDEN_SIZES, "num_rows": rows_for(version)}
+
+    @classmethod
+    def empty(cls, version: str) -> Self:
+        """Return no rows."""
+        return cls(version, "bfloat16", 2064, 0)
+
+    @classmethod
+    def killers(cls) -> list[Self]:
+        """Return more numbers than threads, and many rows."""
+        return [
+            cls(version, *values)
+            for version in cls.versions
+            for values in (("float32", 1000, 7), ("bfloat16", 31, 300))
+        ]
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        """Return as many rows as for the norm."""
+        return [cls(version, "float32", 576, 32) for version in cls.versions]
+
+    @classmethod
+    def large(cls) -> list[Self]:
+        """Return the scores of a vocabulary, and many short rows."""
+        return [
+            cls("v3", "float32", 128_256, 33),
+            cls("v4", "float16", 64, 10_001),
+        ]
 
     def run(self, kernels: rungs.Kernels, device: str = "cpu", **options: Any) -> None:
         """Start the rung and check what it wrote, and that it wrote nothing else."""
@@ -193,6 +330,63 @@ class AttentionCase(Case):
     shift: float = 0.0  # added to all scores, which changes no share
     split_size: int = 24  # more keys than teams, and not in step with blocks
     file = "paged_attention.cu"
+    versions = ("v1", "v2", "v3", "v4")
+    # Always: one size of blocks, and heads that fill lanes or do not.
+    compiled_for: ClassVar = {"head_dim": [64, 80], "block_size": [16]}
+
+    @classmethod
+    def factors(cls, version: str) -> dict[str, list[Any]]:
+        """Return shapes of caches and of batches."""
+        sizes = {"head_dim": HEAD_DIMS, "block_size": BLOCK_SIZES, "heads": HEADS}
+        return sizes | {"seq_lens": LENGTHS, "window": WINDOWS}
+
+    @classmethod
+    def of(cls, version: str, dtype: str, **values: Any) -> Self:
+        """Make a case; both numbers of heads are one factor."""
+        num_heads, num_kv_heads = values.pop("heads")
+        values |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        return cls(version, dtype, **values)
+
+    @classmethod
+    def empty(cls, version: str) -> Self:
+        """Return no requests."""
+        return cls(version, "float32", 64, 16, 2, 2, (), None)
+
+    @classmethod
+    def killers(cls) -> list[Self]:
+        """Return windows, scores that overflow, and large heads."""
+        return [
+            case
+            for version in cls.versions
+            for case in (
+                cls(version, "float32", 80, 8, 6, 2, (1, 16, 53), 30),
+                cls(version, "bfloat16", 64, 8, 6, 3, (48,), None, shift=150.0),
+                cls(version, "float32", 80, 8, 6, 2, (50,), None, shift=-150.0),
+                cls(version, "float16", 256, 16, 2, 1, (20,), None),
+            )
+        ]
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        """Return one text that is split."""
+        one_text = ("float32", 64, 16, 4, 2, (512,), None)
+        options = {"split_size": rungs.SPLIT_SIZE}
+        return [cls(version, *one_text, **options) for version in cls.versions]
+
+    @classmethod
+    def large(cls) -> list[Self]:
+        """Return long texts beside short ones."""
+        lengths = (4000, 1, 777)
+        return [
+            cls("v3", "bfloat16", 128, 16, 32, 8, lengths, None),
+            cls("v4", "float16", 128, 16, 32, 8, lengths, None),
+            cls("v4", "float16", 256, 32, 16, 2, lengths, 512),
+        ]
+
+    @property
+    def is_extreme(self) -> bool:
+        """Large scores lose digits in their sums."""
+        return self.shift != 0
 
     def run(self, kernels: rungs.Kernels, device: str = "cpu", **options: Any) -> None:
         """Start the rung and check what it wrote, and that it wrote nothing else."""
@@ -283,6 +477,12 @@ class VarianceCase(Case):
     size: int
     num_rows: int
     file = "twice.cu"
+    versions = ("v1",)
+
+    @classmethod
+    def killers(cls) -> list[Self]:
+        """Return rows of several warps."""
+        return [cls("v1", "float32", 200, 2)]
 
     def run(self, kernels: rungs.Kernels, device: str = "cpu", **options: Any) -> None:
         """Start the kernel and check what it wrote."""
@@ -326,6 +526,14 @@ def instances(cases: Sequence[Case]) -> list[str]:
 def path_of(file: str) -> Path:
     """Return where a source lies: with the kernels, or here if it is for tests only."""
     return KERNELS / file if (KERNELS / file).exists() else HERE / file
+
+
+def includes_of(file: str) -> list[str]:
+    """Return the headers of ours that a source includes, also through others."""
+    found = []
+    for header in re.findall(r'#include "(.*)"', path_of(file).read_text()):
+        found += [*includes_of(header), header]
+    return list(dict.fromkeys(found))
 
 
 def source_of(file: str, changed: Mapping[str, str] | None = None) -> str:

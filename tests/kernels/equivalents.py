@@ -12,6 +12,7 @@ EQUIVALENT = {
     "all threads that may write it have the same number": [
         "reduce.cuh block_reduce: if (lane == 1) of_warps[warp] = value;",
         "paged_attention.cu put: if (lane == 1) {",
+        "gated_mlp.cu gated_mlp: if (lane == 1)",
         "paged_attention.cu paged_attention_v4: if (threadIdx.x == 1) {",
     ],
     "all scores change by the same, and shares do not notice": [
@@ -64,6 +65,10 @@ EQUIVALENT = {
         "paged_attention.cu PACKS: "
         "constexpr int PACKS = (HEAD_DIM + TEAM * WIDEST<T> - 2) / "
         "(TEAM * WIDEST<T>);",
+    ],
+    "a pass has at most ROWS rows, so one round more does nothing": [
+        "gated_mlp.cu gated_mlp: for (int row = 0; row <= ROWS; row++) {",
+        "gated_mlp.cu gated_mlp: for (int row = 0; row <= ROWS; row++) { (2)",
     ],
     "a split without keys writes what nobody reads": [
         "paged_attention.cu paged_attention_v4: if (start > end) return;",

@@ -16,17 +16,15 @@ from minivllm.errors import KernelError
 from minivllm.ops import rungs
 from tests.kernels.cases import (
     HEADERS,
-    AttentionCase,
     Case,
-    NormCase,
-    SoftmaxCase,
     VarianceCase,
     emulated,
+    instances,
     path_of,
     source_of,
 )
+from tests.kernels.kinds import FILES, KINDS
 
-LADDERS = ["rms_norm.cu", "softmax.cu", "paged_attention.cu"]
 TIMEOUT_S = 2.0  # of computing; a case takes some milliseconds
 
 NUMBER = r"(?<![\w.])%s(?![\w.])"
@@ -60,6 +58,7 @@ REPLACEMENTS = [
     (NUMBER % r"[1-9]\d*", lambda found: str(int(found[0]) - 1)),
     (NUMBER % r"0\.0f", "1.0f"),
     (NUMBER % r"1\.0f", "0.0f"),
+    (NUMBER % r"\d\.\d*[1-9]\d*f", lambda found: f"{2 * float(found[0][:-1])}f"),
     (r"0xf", "0x7"),
     (r"-3\.4\S+(?=;)|(?<== )LOWEST", "0.0f"),
     (r"= \{\}", "= {1.0f}"),
@@ -150,21 +149,21 @@ def mutants_of(file: str) -> list[Mutant]:
     return list(mutants.values())
 
 
-def kernels_of(ladder: str) -> list[str]:
+def kernels_of(file: str) -> list[str]:
     """Return the kernels of a file."""
-    return [name for _, name, code in lines_of(ladder) if "__global__" in code]
+    return [name for _, name, code in lines_of(file) if "__global__" in code]
 
 
 @cache
-def kernels_using(function: str, ladder: str) -> list[str]:
+def kernels_using(function: str, user: str) -> list[str]:
     """Return the kernels of a file that use a function, themselves or through others.
 
     Args:
         function: Of the file or of a header.
-        ladder: The file.
+        user: The file.
     """
     words: dict[str, set[str]] = {}
-    for file in (*HEADERS, ladder):
+    for file in (*HEADERS, user):
         for _, name, code in lines_of(file):
             words.setdefault(name, set()).update(re.findall(r"\w+", code))
 
@@ -177,46 +176,32 @@ def kernels_using(function: str, ladder: str) -> list[str]:
             waiting += new
         return found
 
-    return [kernel for kernel in kernels_of(ladder) if function in used_by(kernel)]
+    return [kernel for kernel in kernels_of(user) if function in used_by(kernel)]
 
 
-def killers(kernel: str) -> list[Case]:
-    """Return the cases that have to notice whatever is wrong with a kernel."""
-    version = kernel.rpartition("_")[2]
-    if kernel.startswith("rms_norm"):
-        cases = [
-            NormCase(version, "bfloat16", 2064, 3, False),
-            NormCase(version, "float32", 31, 3, True),
-        ]
-        return [*cases, NormCase(version, "float16", 8, 300, True)]
-    if kernel.startswith("softmax"):
-        return [
-            SoftmaxCase(version, "float32", 1000, 7),
-            SoftmaxCase(version, "bfloat16", 31, 300),
-        ]
-    if kernel.startswith("variance"):
-        return [VarianceCase(version, "float32", 200, 2)]
-    version = "v4" if kernel == "merge_splits" else version
-    return [
-        AttentionCase(version, "float32", 80, 8, 6, 2, (1, 16, 53), 30),
-        AttentionCase(version, "bfloat16", 64, 8, 6, 3, (48,), None, shift=150.0),
-        AttentionCase(version, "float32", 80, 8, 6, 2, (50,), None, shift=-150.0),
-        AttentionCase(version, "float16", 256, 16, 2, 1, (20,), None),
-    ]
+@cache
+def killers() -> dict[str, list[Case]]:
+    """Return, for each kernel, the cases that have to notice whatever is wrong."""
+    found: dict[str, list[Case]] = {}
+    for kind in (VarianceCase, *KINDS):
+        for case in kind.killers():
+            for instance in instances([case]):
+                found.setdefault(instance.partition("<")[0], []).append(case)
+    return found
 
 
 def noticed(mutant: Mutant) -> str | None:
     """Return what notices a mutant: the first complaint, or None if there is none."""
-    users = ["twice.cu", *LADDERS] if mutant.file in HEADERS else [mutant.file]
-    for ladder in users:
-        source = source_of(ladder, {mutant.file: mutant.text})
-        for kernel in kernels_using(mutant.function, ladder):
-            for case in killers(kernel):
+    users = ["twice.cu", *FILES] if mutant.file in HEADERS else [mutant.file]
+    for file in users:
+        source = source_of(file, {mutant.file: mutant.text})
+        for kernel in kernels_using(mutant.function, file):
+            for case in killers()[kernel]:
                 try:
                     module = emulated([case], source)  # most need no second one
                 except KernelError as error:
                     # Of a compiler that takes nothing, a mutant would be no better.
-                    if not any(file in str(error) for file in (*HEADERS, ladder)):
+                    if not any(name in str(error) for name in (*HEADERS, file)):
                         raise
                     return f"does not compile: {error}"
                 if complaint := complaint_of(case, module):

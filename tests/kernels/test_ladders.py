@@ -16,57 +16,19 @@ from minivllm.errors import ShapeError
 from minivllm.ops import rungs
 from minivllm.ops.emulate import EmulatedModule
 from tests.kernels.cases import (
-    BLOCK_SIZES,
     DTYPES,
-    HEAD_DIMS,
-    HIDDEN_SIZES,
+    KERNELS,
     ORDERS,
     AttentionCase,
     Case,
     Names,
-    NormCase,
     SoftmaxCase,
     VarianceCase,
     emulated,
 )
+from tests.kernels.kinds import FILES, RUNGS, factors_of, make
 from tests.kernels.pairwise import all_combinations, pairs_of, pairwise
 from tests.kernels.tools import needs_compiler
-
-HEADS = [(2, 2), (6, 2), (6, 3)]  # query heads and key heads
-# Keys of the requests of a batch, and how many of them a query sees: with a split_size
-# of 24, splits of v4 that end in the middle and at the end, and one without keys.
-LENGTHS = [(37,), (1, 16, 48)]
-WINDOWS = [None, 30]
-
-
-def factors_of(kind: type[Case], version: str) -> dict[str, list[Any]]:
-    """Return the values that the cases of a rung are made of."""
-    rows = [1, 3, 300] if version == "v1" else [1, 3, 7]
-    factors: dict[str, list[Any]] = {"order": ORDERS, "dtype": DTYPES}
-    if kind is NormCase:
-        sizes = {"hidden": HIDDEN_SIZES, "num_rows": rows, "plus_one": [False, True]}
-    elif kind is SoftmaxCase:
-        sizes = {"size": HIDDEN_SIZES, "num_rows": rows}
-    else:
-        sizes = {"head_dim": HEAD_DIMS, "block_size": BLOCK_SIZES, "heads": HEADS}
-        sizes |= {"seq_lens": LENGTHS, "window": WINDOWS}
-    return factors | sizes
-
-
-RUNGS = [
-    *((NormCase, f"v{n}") for n in range(1, 6)),
-    *((SoftmaxCase, f"v{n}") for n in range(1, 5)),
-    *((AttentionCase, f"v{n}") for n in range(1, 5)),
-]
-
-
-def make(kind: type[Case], version: str, values: dict[str, Any]) -> tuple[Case, Any]:
-    """Return a case and the order of its threads."""
-    order, dtype, *sizes = values.values()
-    if kind is AttentionCase:
-        head_dim, block_size, heads, seq_lens, window = sizes
-        sizes = [head_dim, block_size, *heads, seq_lens, window]
-    return kind(version, dtype, *sizes), order
 
 
 @cache
@@ -116,6 +78,10 @@ def test_two_sums_in_a_row_do_not_mix(dtype, order, seed):
     case.run(emulated([case]), order=order, seed=seed)
 
 
+def test_every_kernel_has_cases():
+    assert {path.name for path in KERNELS.glob("*.cu")} == set(FILES)
+
+
 def test_every_pair_of_values_occurs_in_the_sample():
     for kind, version in RUNGS:
         factors = factors_of(kind, version)
@@ -130,12 +96,7 @@ def test_every_pair_of_values_occurs_in_the_sample():
 @pytest.mark.parametrize(("kind", "version"), RUNGS)
 def test_an_empty_batch_starts_nothing(kind, version):
     names = Names()
-    if kind is AttentionCase:
-        case = AttentionCase(version, "float32", 64, 16, 2, 2, (), None)
-    else:
-        values = {k: v[-1] for k, v in factors_of(kind, version).items()}
-        case, _ = make(kind, version, values | {"num_rows": 0})
-    case.run(names)
+    kind.empty(version).run(names)
     assert not names.asked
 
 

@@ -5,10 +5,10 @@ import zlib
 
 import pytest
 
-from tests.kernels.cases import HEADERS, ORDERS, emulated, path_of
+from tests.kernels.cases import HEADERS, ORDERS, emulated, includes_of, path_of
 from tests.kernels.equivalents import EQUIVALENT
+from tests.kernels.kinds import FILES, KINDS
 from tests.kernels.mutants import (
-    LADDERS,
     Mutant,
     complaint_of,
     kernels_of,
@@ -22,10 +22,12 @@ from tests.kernels.tools import needs_compiler
 # A mutant runs in a fork, which does nothing but compute and end.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
-FILES = [*HEADERS, *LADDERS]
-MUTANTS = [mutant for file in FILES for mutant in mutants_of(file)]
+SOURCES = [*HEADERS, *FILES]
+MUTANTS = [mutant for file in SOURCES for mutant in mutants_of(file)]
 REASONS = {name: why for why, names in EQUIVALENT.items() for name in names}
-NUM_SAMPLED = 64  # a second each
+# Of the files of each module of cases; a second each.
+NUM_SAMPLED = {"tests.kernels.cases": 64}
+NUM_SAMPLED_ELSEWHERE = 32
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,12 +44,26 @@ def is_certain(mutant: Mutant) -> bool:
     return is_barrier or "kv_head = head %" in mutant.change
 
 
-def sample() -> list[Mutant]:
+def sample(mutants: list[Mutant], num: int) -> list[Mutant]:
     """Return the mutants that CI tries, spread over all functions."""
-    by_chance = sorted(MUTANTS, key=lambda mutant: zlib.crc32(mutant.name.encode()))
-    certain = [mutant for mutant in MUTANTS if is_certain(mutant)]
+    by_chance = sorted(mutants, key=lambda mutant: zlib.crc32(mutant.name.encode()))
+    certain = [mutant for mutant in mutants if is_certain(mutant)]
     firsts = {mutant.function: mutant for mutant in reversed(by_chance)}
-    return list(dict.fromkeys([*certain, *firsts.values(), *by_chance]))[:NUM_SAMPLED]
+    return list(dict.fromkeys([*certain, *firsts.values(), *by_chance]))[:num]
+
+
+def samples() -> list[Mutant]:
+    """Return a sample for each module of cases, with the headers that come with it."""
+    modules: dict[str, str] = {}  # of each source, the first that needs it
+    for kind in KINDS:
+        for file in (*includes_of(kind.file), kind.file):
+            modules.setdefault(file, kind.__module__)
+    chosen = []
+    for module in dict.fromkeys(modules.values()):
+        mutants = [mutant for mutant in MUTANTS if modules[mutant.file] == module]
+        num = NUM_SAMPLED.get(module, NUM_SAMPLED_ELSEWHERE)
+        chosen += sample(mutants, num)
+    return chosen
 
 
 def check(mutant: Mutant) -> str | None:
@@ -61,7 +77,7 @@ def check(mutant: Mutant) -> str | None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("mutant", sample(), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", samples(), ids=lambda mutant: mutant.name)
 def test_a_planted_bug_is_found_or_explained(mutant):
     assert check(mutant) is None
 
@@ -77,9 +93,9 @@ def test_every_planted_bug_is_found_or_explained(file, function):
 
 
 @needs_compiler
-@pytest.mark.parametrize("ladder", ["twice.cu", *LADDERS])
-def test_nothing_is_found_where_nothing_was_planted(ladder):
-    cases = [case for kernel in kernels_of(ladder) for case in killers(kernel)]
+@pytest.mark.parametrize("file", ["twice.cu", *FILES])
+def test_nothing_is_found_where_nothing_was_planted(file):
+    cases = [case for kernel in kernels_of(file) for case in killers()[kernel]]
     module = emulated(cases)
     for case in cases:
         assert complaint_of(case, module) is None
@@ -96,7 +112,7 @@ def test_the_table_of_equivalents_names_mutants_that_there_are():
     assert len(names) == len(MUTANTS), "two mutants have the same name"
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", SOURCES)
 def test_every_barrier_and_every_bound_is_broken(file):
     text = path_of(file).read_text()
     changes = [mutant.change for mutant in mutants_of(file)]

@@ -8,28 +8,14 @@ import pytest
 
 from minivllm.ops import rungs
 from minivllm.ops.kernel_trace import Trace
-from tests.kernels.cases import (
-    KERNELS,
-    AttentionCase,
-    Case,
-    NormCase,
-    SoftmaxCase,
-    emulated,
-)
+from tests.kernels.cases import KERNELS, Case, NormCase, SoftmaxCase, emulated
+from tests.kernels.kinds import FILES, all_examples
 from tests.kernels.tools import needs_compiler
 
-# What the tables are about, and the versions in them.
-EXAMPLES: list[Case] = [
-    *(NormCase(f"v{n}", "float32", 576, 32, False) for n in range(1, 6)),
-    *(SoftmaxCase(f"v{n}", "float32", 576, 32) for n in range(1, 5)),
-    *(
-        AttentionCase(
-            f"v{n}", "float32", 64, 16, 4, 2, (512,), None, split_size=rungs.SPLIT_SIZE
-        )
-        for n in range(1, 5)
-    ),
-]
-ROW = re.compile(r"^//   (v\d) .*?((?: +[\d,]+){4})$", re.MULTILINE)
+EXAMPLES = all_examples()
+NORMS, SOFTMAXES = NormCase.examples(), SoftmaxCase.examples()
+# A version, words, and four numbers.
+ROW = re.compile(r"^//   (\w+) .*?((?: +[\d,]+){4})$", re.MULTILINE)
 
 
 class Traced(Mapping):
@@ -64,6 +50,11 @@ def global_instructions(trace: Trace) -> int:
     return int((trace.instructions.sectors > 0).sum())
 
 
+def rows_of(file: str) -> dict[str, str]:
+    """Return the table at the top of a file: version, and its numbers."""
+    return dict(ROW.findall((KERNELS / file).read_text()))
+
+
 @needs_compiler
 @pytest.mark.parametrize("case", EXAMPLES, ids=lambda c: f"{c.file}-{c.version}")
 def test_a_row_of_the_table_is_what_the_emulator_counts(case):
@@ -74,15 +65,20 @@ def test_a_row_of_the_table_is_what_the_emulator_counts(case):
         sum(trace.sectors() for trace in traces),
         sum(map(global_instructions, traces)),
     ]
-    rows = dict(ROW.findall((KERNELS / case.file).read_text()))
-    written = rows[case.version].replace(",", "").split()
+    written = rows_of(case.file)[case.version].replace(",", "").split()
     assert [int(number) for number in written] == counted
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_row_of_a_table_is_counted(file):
+    counted = [case.version for case in EXAMPLES if case.file == file]
+    assert list(rows_of(file)) == counted
 
 
 @needs_compiler
 def test_the_fused_rung_touches_each_number_once():
     """The bytes that `benchmarks.kernels` reckons a perfect kernel would move."""
-    case = EXAMPLES[4]
+    case = NORMS[4]
     (trace,) = traced(case)
     row = case.num_rows * case.hidden * 4
     assert trace.bytes_read("residual") == trace.bytes_read("x") == row
@@ -91,13 +87,13 @@ def test_the_fused_rung_touches_each_number_once():
 
 @needs_compiler
 def test_packs_of_a_warp_move_no_byte_too_many():
-    for case in (EXAMPLES[3], EXAMPLES[4]):
+    for case in (NORMS[3], NORMS[4]):
         (trace,) = traced(case)
         assert trace.sectors() * 32 == trace.bytes_read() + trace.bytes_written()
 
 
 @needs_compiler
-@pytest.mark.parametrize("example", [2, 3, 4, 6, 7, 8], ids=str)
-def test_shared_memory_is_never_asked_twice(example):
-    (trace,) = traced(EXAMPLES[example])
+@pytest.mark.parametrize("case", [*NORMS[2:], *SOFTMAXES[1:]], ids=str)
+def test_shared_memory_is_never_asked_twice(case):
+    (trace,) = traced(case)
     assert trace.bank_conflicts() == 0
