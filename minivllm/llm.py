@@ -9,7 +9,8 @@ steps of one engine. There is no thread of its own; a caller who waits makes the
 step for all, unless another caller is making it.
 
 In vLLM: vllm/entrypoints/llm.py (LLM).
-Source: appendix A7, "LLM"; appendix A14, "One prompt, many answers".
+Source: appendix A7, "LLM"; appendix A14, "One prompt, many answers"; appendix A21,
+    "CUDA graphs".
 """
 
 import difflib
@@ -46,7 +47,7 @@ OPTIONS = (
     *("model", "backend", "dtype", "device", "block_size", "num_blocks"),
     *("kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs"),
     *("max_num_batched_tokens", "max_model_len", "max_logprobs"),
-    *("enable_prefix_caching", "policy", "seed", "trace"),
+    *("enforce_eager", "enable_prefix_caching", "policy", "seed", "trace"),
 )
 
 
@@ -68,6 +69,7 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         max_logprobs: int = 20,
+        enforce_eager: bool = False,
         enable_prefix_caching: bool = True,
         policy: str | Policy = "mixed",
         seed: int = 0,
@@ -94,6 +96,8 @@ class LLM:
                 Rounded down to full blocks.
             max_logprobs: What `logprobs` and `prompt_logprobs` of a request may be at
                 most; -1 for no limit.
+            enforce_eager: Whether to start every kernel of every step anew, where a GPU
+                could replay decode steps as CUDA graphs.
             enable_prefix_caching: Whether equal beginnings of prompts are computed
                 once.
             policy: "mixed", "prefill_first", "decode_first", "priority", "shortest".
@@ -113,6 +117,10 @@ class LLM:
                 f"LLM has no option {name}{hint or ': see help(LLM.__init__)'}"
             )
         check_integer("max_num_seqs", max_num_seqs)
+        if type(enforce_eager) is not bool:
+            raise ConfigError(
+                f"enforce_eager is {enforce_eager!r}, but must be True or False"
+            )
         if type(seed) is not int or seed < 0:
             raise ConfigError(f"seed is {seed!r}, but must be an integer from 0")
         cache = CacheConfig(
@@ -122,6 +130,8 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            enforce_eager=enforce_eager,
         )
         find_policy(policy)  # before the model is loaded
         check_max_logprobs(max_logprobs)

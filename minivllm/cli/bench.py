@@ -3,7 +3,8 @@
 The tables go to standard output, progress to standard error.
 
 In vLLM: vllm/entrypoints/cli/benchmark/throughput.py (BenchmarkThroughputSubcommand).
-Source: appendix A9, "Measuring"; appendix A12, "A sampler for a whole batch".
+Source: appendix A9, "Measuring"; appendix A12, "A sampler for a whole batch"; appendix
+    A21, "CUDA graphs".
 """
 
 import argparse
@@ -146,7 +147,10 @@ def make_engine(arguments: argparse.Namespace, max_num_seqs: int) -> "LLMEngine"
         dtype=arguments.dtype,
         device=arguments.device,
         cache=CacheConfig(
-            block_size=arguments.block_size, max_num_batched_tokens=limit
+            block_size=arguments.block_size,
+            max_num_batched_tokens=limit,
+            max_num_seqs=max_num_seqs,
+            enforce_eager=arguments.enforce_eager,
         ),
     )
     return LLMEngine(
@@ -172,6 +176,7 @@ def describe_run(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": arguments.max_num_seqs,
         "max_num_batched_tokens": arguments.max_num_batched_tokens,
         "block_size": arguments.block_size,
+        "enforce_eager": arguments.enforce_eager,
         "prefix_caching": not arguments.no_prefix_caching,
     }
 

@@ -5,7 +5,7 @@ on standard error, so that a pipe gets the text alone.
 
 In vLLM: vllm/entrypoints/cli/openai.py (CompleteCommand), a client of its server.
 Source: appendix A4, "The command line"; appendix A9, "Measuring"; appendix A14, "One
-    prompt, many answers".
+    prompt, many answers"; appendix A21, "CUDA graphs".
 """
 
 import argparse
@@ -223,6 +223,7 @@ def run(arguments: argparse.Namespace) -> int:
         block_size=block_size,
         num_blocks=-(-(len(prompt_token_ids) + max_tokens) // block_size),
         max_num_seqs=1,
+        enforce_eager=arguments.enforce_eager,
         max_model_len=context,
     ) as llm:
         return stream(llm, prompt_token_ids, replace(params, max_tokens=max_tokens))

@@ -3,7 +3,7 @@
 Called by the subcommands. Imports no array library, since NumPy and torch read the
 number of threads when they load.
 
-Source: appendix A4, "The command line".
+Source: appendix A4, "The command line"; appendix A21, "CUDA graphs".
 """
 
 import argparse
@@ -74,6 +74,11 @@ def add_model_options(parser: argparse.ArgumentParser, *more_backends: str) -> N
         type=integer(1, os.cpu_count()),
         metavar="N",
         help="CPU threads to compute with (default: the library's choice)",
+    )
+    add(
+        "--enforce-eager",
+        action="store_true",
+        help="use no CUDA graphs: start every kernel anew",
     )
     parser.set_defaults(refuse=parser.error)  # for what only shows with all options
 

@@ -4,7 +4,7 @@ Called by `LLM` and the command line.
 
 In vLLM: vllm/v1/core/kv_cache_utils.py (get_kv_cache_configs),
 vllm/v1/worker/gpu_worker.py (determine_available_memory).
-Source: appendix A7, "LLM".
+Source: appendix A7, "LLM"; appendix A21, "CUDA graphs".
 """
 
 import importlib.util
@@ -45,6 +45,8 @@ class CacheConfig:
     gpu_memory_utilization: float | None = None
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    max_num_seqs: int = 64
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens"):
@@ -204,22 +206,45 @@ def numpy_runner(
 
 def torch_runner(decoder: "Decoder", cache: CacheConfig, vocab_size: int) -> Runner:
     """Return a runner around a torch decoder, on the decoder's device."""
-    from minivllm.runners.torch_runner import TorchRunner, free_cuda_bytes
+    from minivllm.models.merged import MergedDecoder
+    from minivllm.runners.cuda_graphs import why_no_graphs
+    from minivllm.runners.torch_runner import (
+        TorchRunner,
+        free_cuda_bytes,
+        graph_cuda_bytes,
+    )
 
-    weight = decoder.embed_tokens.weight
+    spec, weight = decoder.spec, decoder.embed_tokens.weight
+    lengths = {
+        "block_size": cache.block_size,
+        "max_model_len": cache.model_len(spec),
+    }
+    # With more requests than tokens per step, some would run and get none.
+    max_rows = min(cache.max_num_seqs, cache.max_num_batched_tokens)
+    reason = why_no_graphs(spec, weight)
+    if cache.enforce_eager:
+        reason = "enforce_eager is set"
+    if reason:
+        logger.info("no CUDA graphs: %s", reason)
     free_bytes = None
     if weight.device.type == "cuda" and not (
         cache.num_blocks or cache.kv_cache_memory_bytes
     ):
         share = cache.gpu_memory_utilization or DEFAULT_GPU_SHARE
         free_bytes = free_cuda_bytes(decoder, share, cache.max_num_batched_tokens)
-    return TorchRunner(
+        if not reason:
+            decoder = MergedDecoder(decoder)
+            free_bytes -= graph_cuda_bytes(decoder, max_rows, **lengths)
+    num_blocks = count_blocks(cache, spec, weight.itemsize, free_bytes)
+    runner = TorchRunner(
         decoder,
-        num_blocks=count_blocks(cache, decoder.spec, weight.itemsize, free_bytes),
-        block_size=cache.block_size,
-        max_model_len=cache.model_len(decoder.spec),
+        num_blocks=num_blocks + (not reason),  # one is for padding
         vocab_size=vocab_size,
+        **lengths,
     )
+    if not reason:
+        runner.capture_graphs(max_rows)
+    return runner
 
 
 def count_blocks(

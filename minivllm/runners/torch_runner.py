@@ -10,11 +10,12 @@ owner, would still be a NaN (0 * NaN).
 Called by the engine.
 
 In vLLM: vllm/v1/worker/gpu_model_runner.py (GPUModelRunner).
-Source: appendix A6, "The torch runner"; appendix A14, "One prompt, many answers".
+Source: appendix A6, "The torch runner"; appendix A14, "One prompt, many answers";
+    appendix A21, "CUDA graphs".
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,14 @@ from minivllm.runners.attention_groups import (
     group_queries,
 )
 from minivllm.runners.attention_metadata import AttentionMetadata, make_batch
+from minivllm.runners.cuda_graphs import (
+    MAX_GRAPH_LEN,
+    DecodeContext,
+    DecodeGraphs,
+    DecodeInputs,
+    Function,
+    GraphRecorder,
+)
 from minivllm.runners.logprob_rows import (
     MAX_ROWS,
     LogprobRows,
@@ -202,6 +211,8 @@ class PagedContext:
 class TorchRunner:
     """Computes steps in the dtype and on the device of a decoder."""
 
+    graphs: DecodeGraphs | None = None
+
     def __init__(
         self,
         decoder: Decoder | MergedDecoder,
@@ -276,7 +287,10 @@ class TorchRunner:
         sampling = self.sampling.inputs(requests)
         answers = answer_rows(requests, self.vocab_size)
         prompts = prompt_rows(step, metadata.query_start_loc, self.vocab_size)
-        groups, places = group_queries(metadata, self.ops.max_ragged)
+        graphs = self.graphs if self.graphs and self.graphs.can_replay(batch) else None
+        groups, places = [], np.empty(0, dtype=np.int64)
+        if graphs is None:
+            groups, places = group_queries(metadata, self.ops.max_ragged)
         inputs = [batch.input_ids, batch.positions, metadata.slot_mapping]
         inputs += [begun_blocks(metadata), batch.logits_indices, places]
         block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2)
@@ -288,6 +302,8 @@ class TorchRunner:
         num_sampling = len(inputs)
         for group in groups:
             inputs += [group.rows, group.positions, group.block_table]
+        if graphs is not None:
+            inputs.append(graphs.inputs(batch))
         tensors = to_device(inputs, self.device)
         input_ids, positions, slot_mapping, begun, logits_indices = tensors[:5]
         places, sources, copies, answer_rows_, *prompt_tensors = tensors[5:num_plain]
@@ -299,16 +315,25 @@ class TorchRunner:
             self.kv_cache.index_copy_(2, copies, blocks)
         if begun.numel():
             self.kv_cache.index_fill_(2, begun, 0)
-        context = PagedContext(
-            self.decoder.spec, self.ops, self.kv_cache, slot_mapping, groups, grouping
-        )
-        hidden_states = self.decoder.forward(input_ids, positions, context)
         launched = Launched(requests, answers)
-        launched.prompts = self._prompt_logprobs(
-            hidden_states, prompts, *prompt_tensors
-        )
+        if graphs is not None:
+            logits = graphs.replay(tensors[-1], len(requests))
+        else:
+            context = PagedContext(
+                self.decoder.spec,
+                self.ops,
+                self.kv_cache,
+                slot_mapping,
+                groups,
+                grouping,
+            )
+            hidden_states = self.decoder.forward(input_ids, positions, context)
+            launched.prompts = self._prompt_logprobs(
+                hidden_states, prompts, *prompt_tensors
+            )
         if requests:
-            logits = self._logits(hidden_states.index_select(0, logits_indices))
+            if graphs is None:
+                logits = self._logits(hidden_states.index_select(0, logits_indices))
             launched.results, launched.errors = self._sample(logits, requests, sampling)
             if answers.rows:
                 launched.answer_logprobs = logprobs_of(
@@ -323,8 +348,8 @@ class TorchRunner:
         return time.perf_counter()
 
     def close(self) -> None:
-        """Give back the memory of model and cache."""
-        self.decoder = self.kv_cache = None
+        """Give back the memory of model, cache and graphs."""
+        self.decoder = self.kv_cache = self.graphs = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -363,6 +388,57 @@ class TorchRunner:
             logits = self._logits(hidden_states.index_select(0, part_rows))
             results.append((part, logprobs_of(logits, part_ids, part.max_best)))
         return results
+
+    @torch.inference_mode()
+    def capture_graphs(
+        self, max_rows: int, record: Callable[[Function], Function] | None = None
+    ) -> None:
+        """Record decode steps; to be called once, before the first step.
+
+        The last block of the cache is kept for padding: the engine has one fewer.
+
+        Args:
+            max_rows: Requests of the largest step to record.
+            record: See `DecodeGraphs`; by default, CUDA graphs are made.
+
+        Raises:
+            ConfigError: Memory runs out, or the device refuses.
+        """
+        self.num_blocks -= 1
+        self.kv_cache.select(2, self.num_blocks).zero_()
+        longest = min(self.max_model_len, MAX_GRAPH_LEN)
+        try:
+            self.graphs = DecodeGraphs(
+                self._decode,
+                record or GraphRecorder(self.device),
+                max_rows=max_rows,
+                max_num_blocks=-(-longest // self.block_size),
+                pad_block=self.num_blocks,
+                block_size=self.block_size,
+                device=self.device,
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"CUDA graphs cannot be recorded ({error}): lower max_num_seqs or the "
+                "size of the KV cache, or set enforce_eager"
+            ) from error
+
+    def _decode(self, inputs: DecodeInputs) -> Tensor:
+        """Score the next token of each request: what is recorded."""
+        layers = self.kv_cache.unbind()
+        rows = torch.arange(len(inputs.input_ids), device=self.device)
+        tables = (rows.unsqueeze(1), inputs.positions.unsqueeze(1), inputs.block_table)
+        context = DecodeContext(
+            layers,
+            inputs.slot_mapping,
+            self.ops.reshape_and_cache,
+            self.ops.attention(*tables, layers[0]),
+            self.decoder.spec.attention_scale,
+        )
+        hidden_states = self.decoder.forward(
+            inputs.input_ids, inputs.positions, context
+        )
+        return self._logits(hidden_states)
 
 
 @torch.inference_mode()
@@ -417,3 +493,26 @@ class Launched:
     errors: dict[int, str] = field(default_factory=dict)
     answer_logprobs: tuple[Tensor, ...] = ()
     prompts: list[tuple[LogprobRows, tuple[Tensor, ...]]] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def graph_cuda_bytes(
+    decoder: MergedDecoder, max_rows: int, block_size: int, max_model_len: int
+) -> int:
+    """Return how much memory of a GPU the graphs take, with the block for padding.
+
+    A part of it is the driver's, so nobody can tell beforehand: they are recorded for
+    a cache of one block, and given back.
+    """
+    device = decoder.embed_tokens.weight.device
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    runner = TorchRunner(
+        decoder, num_blocks=1, block_size=block_size, max_model_len=max_model_len
+    )
+    runner.capture_graphs(max_rows)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what only the first run has needed
+    needed = free - torch.cuda.mem_get_info(device)[0]
+    runner.close()
+    return needed

@@ -80,11 +80,13 @@ def test_operators_are_captured_into_a_graph(operator, gpu):
             assert ours.equal(theirs)
 
 
-def make_runner(gpu: str, weights: Weights = WEIGHTS) -> TorchRunner:
+def make_runner(
+    gpu: str, weights: Weights = WEIGHTS, num_blocks: int = 64
+) -> TorchRunner:
     """Return a runner on the device, with our kernels."""
     runner = TorchRunner(
         torch_decoder(SPEC, weights).to(gpu),
-        num_blocks=64,
+        num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=256,
     )
