@@ -349,17 +349,16 @@ class LLM:
         """Run requests to their end."""
         finished: dict[str, RequestOutput] = {}
         with progress_bar(len(requests), use_tqdm) as bar:
-            for output in self._outputs(requests, prompts):
-                if output.finished:
-                    finished[output.request_id] = output
-                    bar.update()
+            for output in self._outputs(requests, prompts, only_final=True):
+                finished[output.request_id] = output
+                bar.update()
         return [finished[request.request_id] for request in requests]
 
     def _stream(
         self, requests: Sequence[Request], prompt: str | None
     ) -> Iterator[CompletionOutput]:
         shown: dict[int, CompletionOutput] = {}  # by index, what was yielded so far
-        for output in self._outputs(requests, [prompt]):
+        for output in self._outputs(requests, [prompt], only_final=False):
             for whole in output.outputs:
                 before = shown.get(whole.index)
                 if before and before.finish_reason:
@@ -370,7 +369,10 @@ class LLM:
                     yield piece
 
     def _outputs(
-        self, requests: Sequence[Request], prompts: Sequence[str | None]
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[str | None],
+        only_final: bool,
     ) -> Iterator[RequestOutput]:
         """Start requests and yield their outputs until all have finished."""
         mailbox: list[RequestOutput | Exception] = []
@@ -379,7 +381,7 @@ class LLM:
         def start() -> None:
             try:
                 for request, prompt in zip(requests, prompts, strict=True):
-                    self.engine.submit(request, prompt)
+                    self.engine.submit(request, prompt, only_final=only_final)
                     self._mailboxes[request.request_id] = mailbox
             except Exception as error:  # ours, even if another caller's thread is here
                 mailbox.append(error)

@@ -39,7 +39,7 @@ class RequestStatus(enum.Enum):
     @property
     def is_finished(self) -> bool:
         """Whether the request has left the engine."""
-        return self.name.startswith("FINISHED")
+        return self._name_.startswith("FINISHED")  # faster than self.name
 
 
 # Of one place of a text: token id -> its logprob and its rank, the token that was taken

@@ -58,6 +58,9 @@ def assert_queues_are_right(scheduler: Scheduler) -> None:
     for request in scheduler.waiting:
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert request.num_computed_tokens == 0
+    if scheduler.policy.is_steady:
+        keys = [scheduler.policy.order(request, 0.0) for request in scheduler.waiting]
+        assert keys == sorted(keys), "somebody waits in the wrong place"
     running = {request.request_id for request in scheduler.running}
     assert manager.block_ids.keys() == running, "only running requests hold blocks"
 

@@ -123,6 +123,33 @@ def test_the_ladder_shows_every_rung(capsys, parrot, tmp_path):
     assert "  naive generation: 1.0 times naive generation" in out
 
 
+def test_a_profile_has_a_table_a_record_and_bars(capsys, parrot, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(machine_module, "BUDGET_S", 0.0)
+    monkeypatch.setattr(machine_module, "READ_BYTES", 2**24)
+    file, figure = tmp_path / "results.jsonl", tmp_path / "bars.svg"
+    options = ("--model", parrot, "--backend", "numpy", "--reps", "1")
+    files = ("--json", str(file), "--figure", str(figure))
+    code, out, err = bench(capsys, "profile", *options, *files)
+    assert code == 0
+    assert "limits: reads " in out and "machine: " in out
+    names = ["decode, 1 request", "decode, 16 requests", "a prompt of 128 tokens"]
+    lines = out.splitlines()
+    for name in names:
+        assert any(line.startswith(f"{name}: ") for line in lines)
+        assert f"minivllm: {name}: " in err
+        assert name in figure.read_text()
+    assert sum(line.split()[:2] == ["detokenizer", "16"] for line in lines) == 1
+    machine, *profiles = map(json.loads, file.read_text().splitlines())
+    assert machine["workload"] == "machine"
+    assert [p["step"] for p in profiles] == names
+    for found in profiles:
+        total = sum(part["ms"] for part in found["parts"].values())
+        assert found["ms"] == pytest.approx(total, abs=0.01)
+        assert found["parts"]["head"]["floor_ms"] > 0
+        assert (found["workload"], found["steps"]) == ("profile", 8)
+
+
 def test_a_figure_is_drawn(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "bars.svg"
@@ -160,6 +187,14 @@ def test_a_model_with_a_short_context_is_refused_with_its_numbers(capsys, tmp_pa
         (["--json", "nowhere/x.jsonl"], "is no file in an existing folder"),
         (["--json", "."], "is no file in an existing folder"),
         (["sampler", "--backend", "numpy"], "sampler needs --backend torch, not numpy"),
+        (
+            ["profile", "--backend", "fake"],
+            "profile needs --backend torch or numpy, not fake",
+        ),
+        (
+            ["profile", "--max-num-batched-tokens", "127"],
+            "profile computes 128 tokens in one step, not 127",
+        ),
         (
             ["ladder", "--backend", "fake"],
             "ladder needs --backend torch or numpy, not fake",

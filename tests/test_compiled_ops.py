@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from minivllm.engine.engine import LLMEngine
 from minivllm.errors import BackendUnavailable
 from minivllm.ops import cpu, registry
 from minivllm.ops.cpu import (
@@ -30,6 +32,14 @@ from minivllm.ops.reference import (
     reshape_and_cache,
     rotary_embedding,
     silu_and_mul,
+)
+from minivllm.runners.build import CacheConfig, build_runner
+from minivllm.sampling.params import SamplingParams
+from tests.tiny_folder import (
+    CONFIG,
+    make_tensors,
+    write_byte_tokenizer,
+    write_checkpoint,
 )
 
 needs_compiler = pytest.mark.skipif(
@@ -353,27 +363,94 @@ def test_the_best_score_is_the_first_of_equals_and_a_nan_is_found(numbers, threa
     )
 
 
+# Pretend that this processor is an older one: the same file, with fewer instructions.
 OLDER = """
 import sys
 from minivllm.ops import compiler
-compiler.FLAGS[compiler.FLAGS.index("-march=native")] = "-march=x86-64-v2"
-import pytest
+compiler.FLAGS[compiler.FLAGS.index("-march=native")] = f"-march={sys.argv.pop(1)}"
 from minivllm.ops.cpu import why_no_tiles
 assert "no AMX" in why_no_tiles("cpu", "bfloat16")
+"""
+TESTS = f"""{OLDER}
+import pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
+LOGITS = f"""{OLDER}
+import numpy as np
+from tests.test_compiled_ops import logits_of_steps
+np.save(sys.argv[1], logits_of_steps(*sys.argv[2:]))
+"""
+on_x86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="not x86"
+)
 
 
-@needs_compiler
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="not x86")
-def test_the_operations_are_right_on_an_older_processor_too():
-    """The same file, compiled without AVX, through the tests above."""
-    these = "(attention or norms or gates or rotations) and not (many or older)"
+def run_older(script: str, march: str, *arguments: str) -> str:
+    """Run a script in a process that compiles for another processor."""
     done = subprocess.run(
-        [sys.executable, "-c", OLDER, __file__, "-k", these],
+        [sys.executable, "-c", script, march, *arguments],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    return done.stdout
+
+
+@needs_compiler
+@on_x86
+@pytest.mark.parametrize("march", ["x86-64-v2", "x86-64-v3"])
+def test_the_operations_are_right_on_an_older_processor_too(march):
+    """Without AVX, and with AVX2 but no AVX-512, through the tests above."""
+    draws = str(Path(__file__).with_name("test_sampler.py"))
+    these = "not older and not products and not many and not wrong and not backends"
+    assert "passed" in run_older(TESTS, march, __file__, "-k", these)
+    assert "passed" in run_older(TESTS, march, draws, "-k", "compiled")
+
+
+def logits_of_steps(folder: str, dtype: str) -> np.ndarray:
+    """Return the scores of a step of three prompts and of three steps after it."""
+    cache = CacheConfig(num_blocks=64, block_size=16)
+    runner, _ = build_runner(
+        folder, backend="torch", dtype=dtype, device="cpu", cache=cache
+    )
+    engine, found, sample = LLMEngine(runner), [], runner._sample
+
+    def watched(logits, *arguments):
+        found.append(logits.clone().numpy())
+        return sample(logits, *arguments)
+
+    runner._sample = watched
+    # Everybody takes token 7, so that texts stay the same where scores nearly tie.
+    params = SamplingParams(
+        temperature=0, max_tokens=4, ignore_eos=True, allowed_token_ids=[7]
+    )
+    for length in (5, 40, 130):
+        ids = [(length * 31 + 17 * i) % 250 for i in range(length)]
+        engine.add_request(str(length), ids, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return np.stack(found)
+
+
+@needs_compiler
+@on_x86
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_a_whole_step_is_the_same_on_an_older_processor(dtype, limit, tmp_path):
+    """Here AVX-512 and the tiles of AMX, where they are; there neither."""
+    config = CONFIG | {
+        "vocab_size": 257,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+    }
+    tensors = {name: 0.2 * x for name, x in make_tensors(config).items()}
+    folder = str(write_checkpoint(tmp_path / "model", tensors, config))
+    write_byte_tokenizer(tmp_path / "model", None)
+    file = str(tmp_path / "older.npy")
+    run_older(LOGITS, "x86-64-v3", file, folder, dtype)
+    older, newer = np.load(file), logits_of_steps(folder, dtype)
+    assert older.shape == newer.shape == (4, 3, 257)
+    assert len({row.tobytes() for row in newer.reshape(12, -1)}) == 12
+    assert np.abs(older - newer).max() < limit * np.abs(newer).max()

@@ -42,8 +42,8 @@ LAYERS = {
         *("runners", "engine"),
     },
     "benchmarks": {
-        *("errors", "models", "generation", "sampling", "request", "outputs"),
-        *("runners", "engine"),
+        *("errors", "text", "models", "reference", "generation", "sampling"),
+        *("request", "outputs", "runners", "engine"),
     },
     "viewer": {"errors"},
     "cli": {
@@ -56,6 +56,7 @@ LAYERS = {
 # Only these modules may import torch, at the top or lazily.
 TORCH_MODULES = {
     "benchmarks/machine.py",
+    "benchmarks/profile.py",
     "benchmarks/sampler.py",
     "cli/ops.py",
     "loading/loader.py",
@@ -232,3 +233,19 @@ def test_every_public_name_is_there_and_listed():
         assert name in dir(minivllm)
     with pytest.raises(AttributeError, match="no attribute 'generate_fast'"):
         _ = minivllm.generate_fast
+
+
+def test_loading_a_model_leaves_the_compiler_of_torch_out(tmp_path):
+    """It is half of torch; a single `nn.Embedding` on "meta" would load it."""
+    folder = str(write_parrot(tmp_path))
+    script = f"""
+import sys
+from minivllm import LLM, SamplingParams
+
+with LLM({folder!r}, backend="torch", device="cpu") as llm:
+    llm.generate("x", SamplingParams(max_tokens=2))
+print(*sys.modules)
+"""
+    loaded = set(python(script).stdout.split())
+    assert "torch" in loaded
+    assert not loaded & {"torch._dynamo", "torch._inductor", "sympy"}

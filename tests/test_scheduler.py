@@ -219,7 +219,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
     plan = take_step(scheduler)
     assert [r.request_id for r in plan.preempted] == ["b"]
     assert list(plan.num_scheduled_tokens) == ["a"]
-    assert [r.request_id for r in scheduler.waiting] == ["c", "b"]
+    assert [r.request_id for r in scheduler.waiting] == ["b", "c"]
     plan = take_step(scheduler)
     assert "c" not in plan.num_scheduled_tokens, "b came first"
 

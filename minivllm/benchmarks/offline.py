@@ -27,12 +27,12 @@ def run_jobs(engine: LLMEngine, jobs: Sequence[Job]) -> Timing:
         params = SamplingParams(
             temperature=0.0, max_tokens=job.num_output_tokens, ignore_eos=True
         )
-        engine.add_request(str(index), job.prompt_token_ids, params)
+        request = engine.make_request(str(index), job.prompt_token_ids, params)
+        engine.submit(request, only_final=True)
     finished: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            if output.finished:
-                finished[output.request_id] = output
+            finished[output.request_id] = output
     wall_s = engine.runner.now() - start
     outputs = [finished[str(index)] for index in range(len(jobs))]
     for output in outputs:

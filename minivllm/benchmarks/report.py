@@ -2,18 +2,21 @@
 
 Called by the command line.
 
-Source: appendix A9, "Measuring".
+Source: appendix A9, "Measuring"; appendix A22, "Profiling".
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.benchmarks.machine import Limits, weight_bytes
 from minivllm.benchmarks.measure import Result, Spread
 from minivllm.benchmarks.workloads import WORKLOADS
 from minivllm.errors import BackendUnavailable
 from minivllm.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from minivllm.benchmarks.profile import StepProfile
 
 BAR_WIDTH = 40  # characters of the longest bar
 
@@ -186,12 +189,31 @@ def check_matplotlib() -> None:
         ) from error
 
 
-def save_figure(path: Path, bars: Sequence[Bar], title: str) -> None:
-    """Draw bars with their ranges into a file whose name says its format."""
+def save_figure(
+    path: Path,
+    bars: Sequence[Bar],
+    title: str,
+    profiles: "Sequence[StepProfile]" = (),
+) -> None:
+    """Draw bars with their ranges, and profiles, into a file of the named format."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(bars)), layout="constrained")
-    axes = figure.add_subplot()
+    from minivllm.benchmarks.profile import draw_profiles
+
+    heights = [1.2 + 0.5 * len(bars)] if bars or not profiles else []
+    heights += [2.2 + 0.6 * len(profiles)] if profiles else []
+    figure = Figure(figsize=(8, sum(heights)), layout="constrained")
+    every = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    if bars or not profiles:
+        draw_bars(every[0], bars)
+    if profiles:
+        draw_profiles(every[-1], profiles)
+    every[0].set_title(title, fontsize="medium")
+    figure.savefig(path)
+
+
+def draw_bars(axes: Any, bars: Sequence[Bar]) -> None:
+    """Draw the rates of workloads, with their ranges."""
     medians = [bar.rate.median for bar in bars]
     ranges = [
         [bar.rate.median - bar.rate.min for bar in bars],
@@ -204,6 +226,4 @@ def save_figure(path: Path, bars: Sequence[Bar], title: str) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel("new tokens per second (median and range)")
-    axes.set_title(title, fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)

@@ -4,7 +4,7 @@ The tables go to standard output, progress to standard error.
 
 In vLLM: vllm/entrypoints/cli/benchmark/throughput.py (BenchmarkThroughputSubcommand).
 Source: appendix A9, "Measuring"; appendix A12, "A sampler for a whole batch"; appendix
-    A21, "CUDA graphs".
+    A21, "CUDA graphs"; appendix A22, "Profiling".
 """
 
 import argparse
@@ -25,6 +25,7 @@ from minivllm.benchmarks.workloads import (
 from minivllm.cli.options import add_model_options, apply_model_options, integer
 
 if TYPE_CHECKING:
+    from minivllm.benchmarks.profile import StepProfile
     from minivllm.benchmarks.report import Bar
     from minivllm.engine.engine import LLMEngine
 
@@ -33,10 +34,13 @@ FIGURE_TYPES = (".svg", ".png", ".pdf")
 
 SAMPLER = "sampler"
 
+PROFILE = "profile"
+
 DESCRIPTIONS = {
     **{name: workload.description for name, workload in WORKLOADS.items()},
     LADDER: "8 small requests, from naive generation to the engine",
     SAMPLER: "64 rows of scores, sampled with many sets of parameters",
+    PROFILE: "steps of 1 and 16 requests and a prompt, part by part",
 }
 EXAMPLES = f"""\
 workloads (greedy, end tokens ignored, token ids in and out, all submitted at once):
@@ -135,13 +139,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser, "fake")
 
 
-def make_engine(arguments: argparse.Namespace, max_num_seqs: int) -> "LLMEngine":
-    """Load the model and put an engine around it that handles no text."""
+PROFILE_TOKENS = 128  # a prompt of so many has to fit into a step
+
+
+def make_engine(
+    arguments: argparse.Namespace, max_num_seqs: int, with_text: bool = False
+) -> "LLMEngine":
+    """Load the model and put an engine around it, which handles text if it has to."""
     from minivllm.engine.engine import LLMEngine
     from minivllm.runners.build import CacheConfig, build_runner
 
     limit = arguments.max_num_batched_tokens
-    runner, _ = build_runner(
+    runner, tokenizer = build_runner(
         arguments.model,
         backend=arguments.backend,
         dtype=arguments.dtype,
@@ -150,11 +159,13 @@ def make_engine(arguments: argparse.Namespace, max_num_seqs: int) -> "LLMEngine"
             block_size=arguments.block_size,
             max_num_batched_tokens=limit,
             max_num_seqs=max_num_seqs,
-            enforce_eager=arguments.enforce_eager,
+            # A graph is one operation: it would hide what a profile takes apart.
+            enforce_eager=arguments.enforce_eager or with_text,
         ),
     )
     return LLMEngine(
         runner,
+        tokenizer=tokenizer if with_text else None,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=limit,
         enable_prefix_caching=not arguments.no_prefix_caching,
@@ -280,22 +291,35 @@ def run_ladder(
     return [rung.as_json() for rung in rungs], bars
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, write the files that were asked for, return the exit code."""
-    apply_model_options(arguments)
-    for name, backends in ((LADDER, ("torch", "numpy")), (SAMPLER, ("torch",))):
+def check_workloads(arguments: argparse.Namespace) -> None:
+    """Refuse what a workload cannot do, before anything is loaded."""
+    needs = {LADDER: ("torch", "numpy"), SAMPLER: ("torch",)}
+    needs[PROFILE] = ("torch", "numpy")
+    for name, backends in needs.items():
         if name in arguments.workloads and arguments.backend not in backends:
             arguments.refuse(
                 f"argument WORKLOAD: {name} needs --backend {' or '.join(backends)}, "
                 f"not {arguments.backend}"
             )
+    limit = arguments.max_num_batched_tokens
+    if PROFILE in arguments.workloads and limit < PROFILE_TOKENS:
+        arguments.refuse(
+            f"argument --max-num-batched-tokens: {PROFILE} computes {PROFILE_TOKENS} "
+            f"tokens in one step, not {limit}"
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write the files that were asked for, return the exit code."""
+    apply_model_options(arguments)
+    check_workloads(arguments)
     # Imported only now: NumPy and torch read the number of threads when they load.
     from minivllm.benchmarks.machine import describe_machine, machine_line
     from minivllm.benchmarks.report import check_matplotlib, save_figure, text_chart
 
     if arguments.figure:
         check_matplotlib()
-    records, bars = [], []
+    records, bars, profiles = [], [], []
     names = [name for name in WORKLOADS if name in arguments.workloads]
     if names:
         records, bars = run_workloads(arguments, names)
@@ -304,6 +328,9 @@ def run(arguments: argparse.Namespace) -> int:
         records, bars = records + rungs, bars + rung_bars
     if SAMPLER in arguments.workloads:
         records += run_sampler(arguments)
+    if PROFILE in arguments.workloads:
+        found, profiles = run_profile(arguments)
+        records += found
     about, machine = describe_run(arguments), describe_machine()
     title = ", ".join(str(about[key]) for key in ("model", "backend", "dtype"))
     if bars:
@@ -315,7 +342,8 @@ def run(arguments: argparse.Namespace) -> int:
             for record in [{"workload": "machine"} | machine, *records]:
                 file.write(json.dumps(about | record) + "\n")
     if arguments.figure:
-        save_figure(arguments.figure, bars, f"{title} on {machine['cpu']}")
+        title = f"{title} on {machine['cpu']}"
+        save_figure(arguments.figure, bars, title, profiles)
     return 0
 
 
@@ -331,3 +359,32 @@ def run_sampler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"{sampler_table(step_s, times)}\n")
     step = {"workload": SAMPLER, "params": "decode step", "ms": step_s * 1e3}
     return [step, *(row.as_json() for row in times)]
+
+
+def run_profile(
+    arguments: argparse.Namespace,
+) -> tuple[list[dict[str, Any]], list["StepProfile"]]:
+    """Measure where the time of a step goes, print it, return records and profiles."""
+    from minivllm.benchmarks.machine import measure_limits
+    from minivllm.benchmarks.measure import QUIET_CORES, Bystanders
+    from minivllm.benchmarks.profile import profile_engine, profile_table
+    from minivllm.benchmarks.report import limits_line
+
+    engine = make_engine(arguments, MAX_NUM_SEQS, with_text=True)
+    resolve_types(arguments, engine)
+    limits = measure_limits(arguments.backend, arguments.dtype, arguments.device)
+    with Bystanders() as bystanders:
+        profiles = profile_engine(
+            engine, limits, 8 * arguments.reps, arguments.device, show_progress
+        )
+    print(limits_line(limits, engine.runner.decoder.spec, arguments.dtype))
+    engine.runner.close()
+    for profile in profiles:
+        print(f"\n{profile_table(profile)}")
+    if (bystanders.other_cores or 0) >= QUIET_CORES:
+        print(
+            f"\nother processes used {bystanders.other_cores:.2f} cores meanwhile: "
+            "run it again on a quiet machine"
+        )
+    print()
+    return [profile.as_json() for profile in profiles], profiles

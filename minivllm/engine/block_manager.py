@@ -16,6 +16,7 @@ In vLLM: vllm/v1/core/kv_cache_manager.py, vllm/v1/core/block_pool.py.
 Source: chapter 3, "Paging"; appendix A14, "One prompt, many answers".
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
 from minivllm.errors import ConfigError
@@ -82,7 +83,9 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
         self.ref_cnt = [0] * num_blocks
-        self.free_blocks = dict.fromkeys(range(num_blocks))  # a dict: an ordered set
+        # An ordered set. In a plain dict, what was removed from the front leaves holes,
+        # and whoever looks for the first walks over them.
+        self.free_blocks = OrderedDict.fromkeys(range(num_blocks))
         self.block_ids: dict[str, list[int]] = {}  # request id: blocks in token order
         self.keys: dict[str, list[BlockKey]] = {}  # request id: keys of its full blocks
         self.cached_blocks: dict[BlockKey, int] = {}

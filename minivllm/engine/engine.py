@@ -13,7 +13,7 @@ Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answer
 import itertools
 import logging
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,6 +70,7 @@ class RequestState:
     prompt_token_ids: list[int]
     continuations: list[Continuation]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    only_final: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -130,7 +131,8 @@ class LLMEngine:
         self.aborted: list[str] = []
         # Kept from step to step, in case Ctrl-C or a listener cuts one short:
         self._untold: deque[Request] = deque()  # whose news is to be told
-        self._changed: dict[str, RequestState] = {}  # by request id, to be told as well
+        # By request id, to be told as well; emptied from the front.
+        self._changed: OrderedDict[str, RequestState] = OrderedDict()
         self._outputs: list[RequestOutput] = []  # told, and not handed out yet
         self._num_requests = 0
         self._random = random.Random(seed)
@@ -142,7 +144,8 @@ class LLMEngine:
         """Schedule, execute, update, emit.
 
         Returns:
-            One output for every request that got a token or ended in this step.
+            One output for every request that got a token or ended in this step; for
+            one with `only_final`, when it has ended.
         """
         try:
             plan = self.scheduler.schedule(self.runner.now())
@@ -212,6 +215,7 @@ class LLMEngine:
         request: Request,
         prompt: str | None = None,
         arrival_time: float | None = None,
+        only_final: bool = False,
     ) -> None:
         """Queue a request that `make_request` has made.
 
@@ -219,6 +223,8 @@ class LLMEngine:
             request: A new one.
             prompt: Its text, for the output.
             arrival_time: When it came, in seconds on the runner's clock; now, if None.
+            only_final: Whether steps tell nothing of it before it has ended. To show a
+                long answer at every step costs the more, the longer it is.
 
         Raises:
             RequestError: Its name is that of an unfinished request.
@@ -236,7 +242,11 @@ class LLMEngine:
         if arrival_time is None:
             arrival_time = self.runner.now()
         state = RequestState(
-            request.request_id, prompt, request.prompt_token_ids, continuations=[]
+            request.request_id,
+            prompt,
+            request.prompt_token_ids,
+            continuations=[],
+            only_final=only_final,
         )
         for member in [request, *request.followers]:
             member.seed = seed_of(request.seed, member.index)
@@ -415,7 +425,8 @@ class LLMEngine:
             self._untold.popleft()
         while self._changed:
             request_id, state = next(iter(self._changed.items()))
-            self._outputs.append(self._output(state))
+            if state.is_finished or not state.only_final:
+                self._outputs.append(self._output(state))
             self._forget_finished(state)
             del self._changed[request_id]
 

@@ -13,6 +13,7 @@ Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answer
 """
 
 import difflib
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -48,21 +49,24 @@ class Policy:
             is preempted first.
         first: None if prompts and answers share a step; else a step has one kind
             only, and this kind if there is any of it.
+        is_steady: Whether requests keep their keys as long as they wait: then each is
+            put in its place once, and the queue is not sorted at every step.
     """
 
     name: str
     order: Callable[[Request, float], Any] = by_arrival
     first: Literal["prefill", "decode"] | None = None
+    is_steady: bool = False
 
 
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("mixed"),
-        Policy("prefill_first", first="prefill"),
-        Policy("decode_first", first="decode"),
-        Policy("priority", order=by_priority),
-        Policy("shortest", order=by_length),
+        Policy("mixed", is_steady=True),
+        Policy("prefill_first", first="prefill", is_steady=True),
+        Policy("decode_first", first="decode", is_steady=True),
+        Policy("priority", order=by_priority, is_steady=True),
+        Policy("shortest", order=by_length, is_steady=True),
     )
 }
 
@@ -99,17 +103,13 @@ class StepPlan:
     failed: list[Request] = field(default_factory=list)
     num_prefix_hits: dict[str, int] = field(default_factory=dict)
     followers: dict[str, list[Request]] = field(default_factory=dict)
+    num_followers: int = 0  # requests that will run after the step, in all
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Put a request into the step."""
         self.requests.append(request)
         self.num_scheduled_tokens[request.request_id] = num_new_tokens
         self.budget -= num_new_tokens
-
-    @property
-    def num_followers(self) -> int:
-        """Requests that will run after the step, beside those that run already."""
-        return sum(map(len, self.followers.values()))
 
 
 class Scheduler:
@@ -142,7 +142,28 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Queue a new request; its prompt fits into the cache."""
-        self.waiting.append(request)
+        self._start_waiting(request)
+
+    def _key(self, request: Request, now: float = 0.0) -> Any:
+        """Return what the policy sorts a request by."""
+        return self.policy.order(request, now)
+
+    def _start_waiting(self, request: Request) -> None:
+        """Put a request into the queue: in its place, if it has one."""
+        if self.policy.is_steady:
+            insort(self.waiting, request, key=self._key)
+        else:
+            self.waiting.append(request)
+
+    def _stop_waiting(self, request: Request) -> None:
+        """Take a request out of the queue; harmless if it is not there."""
+        start = 0
+        if self.policy.is_steady:
+            start = bisect_left(self.waiting, self._key(request), key=self._key)
+        for place in range(start, len(self.waiting)):
+            if self.waiting[place] is request:
+                del self.waiting[place]
+                return
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is waiting or running."""
@@ -158,8 +179,9 @@ class Scheduler:
             The plan. It has no request only if there is none, or if some failed.
         """
         plan = StepPlan(self.max_num_batched_tokens)
-        for queue in (self.running, self.waiting):
-            queue.sort(key=lambda request: self.policy.order(request, now))
+        self.running.sort(key=lambda request: self._key(request, now))
+        if not self.policy.is_steady:
+            self.waiting.sort(key=lambda request: self._key(request, now))
         for kind in STEP_KINDS[self.policy.first]:
             self._continue_running(plan, kind)
             if kind != "decode" and not plan.preempted:
@@ -272,6 +294,8 @@ class Scheduler:
             ).items():
                 request.prompt_logprobs[place] = entry
             self._take_tokens(request, model_output)
+        # Once for all that have ended: to search the list for each would be quadratic.
+        self.running = [r for r in self.running if not r.status.is_finished]
 
     def _fail(self, plan: StepPlan, request: Request) -> None:
         """End a request that has the cache for itself and still does not fit."""
@@ -297,13 +321,15 @@ class Scheduler:
     def restart(self) -> None:
         """Let all requests start over, after an interrupt while a step is computed."""
         self.block_manager.rollback()
-        self.waiting = list(dict.fromkeys([*self.waiting, *self.running]))
+        queued = dict.fromkeys([*self.waiting, *self.running])
+        self.waiting = [r for r in queued if not r.status.is_finished]
         self.running = []
         for request in self.waiting:
             self.block_manager.free(request.request_id)
             request.num_computed_tokens = 0
             if request.status is RequestStatus.RUNNING:
                 request.status = RequestStatus.PREEMPTED
+        self.waiting.sort(key=self._key)  # as it has to be, if the policy is steady
 
     def finish(
         self, request: Request, status: RequestStatus, error: str | None = None
@@ -311,8 +337,14 @@ class Scheduler:
         """End a request, wherever it is, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        else:
+            self._stop_waiting(request)
+        self._end(request, status, error)
+
+    def _end(
+        self, request: Request, status: RequestStatus, error: str | None = None
+    ) -> None:
+        """Free the blocks of a request, and say how it ended."""
         self.block_manager.free(request.request_id)
         request.status = status
         request.error = error
@@ -323,7 +355,7 @@ class Scheduler:
         self.block_manager.free(request.request_id)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
-        self.waiting.append(request)
+        self._start_waiting(request)
 
     def _num_places(self, plan: StepPlan) -> int:
         """Count the requests that may still start in this step."""
@@ -343,12 +375,13 @@ class Scheduler:
             ]
             if chosen := followers[: max(0, self._num_places(plan))]:
                 plan.followers[request.request_id] = chosen
+                plan.num_followers += len(chosen)
 
     def _start_follower(self, follower: Request, leader: Request) -> None:
         """Let a request run that has its leader's prompt, and the blocks of it."""
         num_tokens = leader.num_computed_tokens
         self.block_manager.fork(leader.request_id, follower.request_id, num_tokens)
-        self.waiting.remove(follower)
+        self._stop_waiting(follower)
         self.running.append(follower)
         follower.status = RequestStatus.RUNNING
         follower.num_computed_tokens = num_tokens
@@ -358,13 +391,13 @@ class Scheduler:
         """Append what a request got; end it if it is complete."""
         error = model_output.errors.get(request.request_id)
         if error is not None:
-            self.finish(request, RequestStatus.FINISHED_ERROR, error)
+            self._end(request, RequestStatus.FINISHED_ERROR, error)
         request.logprobs += model_output.logprobs.get(request.request_id, ())
         for token_id in model_output.sampled_token_ids.get(request.request_id, ()):
             request.token_ids.append(token_id)
             if token_id in request.stop_token_ids:
-                self.finish(request, RequestStatus.FINISHED_STOPPED)
+                self._end(request, RequestStatus.FINISHED_STOPPED)
             elif request.num_output_tokens >= request.max_tokens:
-                self.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+                self._end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
             if request.status.is_finished:
                 break

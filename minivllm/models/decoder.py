@@ -32,7 +32,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         with torch.device("meta"):
-            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+            # nn.Embedding draws random numbers first, and loads half of torch for that.
+            table = torch.empty(spec.vocab_size, spec.hidden_size)
+            self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
             self.layers = nn.ModuleList(
                 DecoderLayer(spec, layer) for layer in range(spec.num_layers)
             )

@@ -278,9 +278,11 @@ class CompiledLinear:
         assert why_no_tiles("cpu", "bfloat16") is None
         self.out_features, in_features = weight.shape
         self.missing = -in_features % INPUTS
-        weight = F.pad(weight, (0, self.missing, 0, -self.out_features % LANES))
-        panels = weight.view(len(weight) // LANES, LANES, -1, 2).transpose(1, 2)
-        self.panels = panels.contiguous()  # [panels, in / 2, 16, 2]
+        padding = (0, self.missing, 0, -self.out_features % LANES)
+        weight = F.pad(weight, padding) if any(padding) else weight.contiguous()
+        # Two inputs move as one number of 32 bits, which is faster.
+        pairs = weight.view(torch.int32).view(len(weight) // LANES, LANES, -1)
+        self.panels = pairs.transpose(1, 2).contiguous()  # [panels, in / 2, 16]
         self.bias = bias
         self.function = compiled("linear", weight.dtype)
 
