@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minivllm
-from minivllm.ops import cuda_layers, reference, rungs
+from minivllm.ops import cuda_layers, cuda_sampling, reference, rungs
+from minivllm.ops.draw import draw as draw_in_torch
 from minivllm.ops.launch import KernelFile, why_no_launch
 from minivllm.ops.paged_attention import PaddedAttention
 
@@ -224,6 +225,76 @@ def rotary_job(
     )
 
 
+def argmax_job(num_rows: int, vocab_size: int, device: str) -> Job:
+    """Return the best tokens of some rows of scores."""
+    kernels = KernelFile("argmax.cu")
+
+    def make() -> dict[str, Call]:
+        logits = torch.randn(num_rows, vocab_size, device=device)
+        largest = logits.new_empty(num_rows)
+        ids = logits.new_empty(num_rows, dtype=torch.int64)
+
+        def run(version: str) -> Tensor:
+            cuda_sampling.argmax(kernels, version, largest, ids, logits)
+            return ids
+
+        versions = ["v1", "v2", "v3"]
+        calls: dict[str, Call] = {v: lambda v=v: run(v) for v in versions}
+        return calls | {"torch": lambda: logits.max(dim=-1).indices}
+
+    return Job(
+        op="argmax",
+        dtype=torch.float32,
+        sizes={"num_rows": num_rows, "vocab_size": vocab_size},
+        num_bytes=num_rows * (4 * vocab_size + 12),
+        make=make,
+    )
+
+
+def draw_job(
+    num_rows: int, vocab_size: int, top_k: int, top_p: float, device: str
+) -> Job:
+    """Return a token for each of some rows.
+
+    With cuts, each rung is one of the cuts, followed by the best rung of the draw.
+    """
+    cut_kernels, kernels = KernelFile("cut.cu"), KernelFile("draw.cu")
+    has_cuts = top_k < vocab_size or top_p < 1
+    num_cut = num_rows if has_cuts else 0
+
+    def make() -> dict[str, Call]:
+        logits = torch.randn(num_rows, vocab_size, device=device) * 4
+        rows = torch.arange(num_rows, device=device)
+        numbers = {"dtype": torch.float64, "device": device}
+        temperatures = torch.ones(num_rows, **numbers)
+        uniforms = torch.rand(num_rows, **numbers)
+        requests = (logits, logits.amax(dim=-1), rows, temperatures)
+        limits = (
+            torch.zeros(num_cut, **numbers),
+            torch.full((num_cut,), top_k, device=device),
+            torch.full((num_cut,), top_p, **numbers),
+        )
+        last_ids, drawn = torch.empty_like(limits[1]), torch.empty_like(rows)
+
+        def run(version: str) -> Tensor:
+            of_draw = "v3" if has_cuts else version
+            cuda_sampling.cut(cut_kernels, version, last_ids, *requests, *limits)
+            cuda_sampling.draw(kernels, of_draw, drawn, *requests, uniforms, last_ids)
+            return drawn
+
+        versions = ["v1", "v2", "v3"]
+        calls: dict[str, Call] = {v: lambda v=v: run(v) for v in versions}
+        return calls | {"torch": lambda: draw_in_torch(*requests, uniforms, *limits)}
+
+    return Job(
+        op="cut_and_draw" if has_cuts else "draw",
+        dtype=torch.float32,
+        sizes={"num_rows": num_rows, "vocab_size": vocab_size, "top_k": top_k},
+        num_bytes=4 * num_rows * vocab_size,
+        make=make,
+    )
+
+
 def activation_job(dtype: torch.dtype, num_rows: int, size: int, device: str) -> Job:
     """Return act(gate) * up of some rows; all activations move the same bytes."""
     kernels = KernelFile("activations.cu")
@@ -370,6 +441,10 @@ def all_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
         for num_reqs, num_keys in ((1, 512), (1, 8192), (16, 512), (64, 2048)):
             yield attention_job(dtype, num_reqs, num_keys, *heads, device)
     yield from layer_jobs(device, dtype)
+    for num_rows, size in ((1, 49_152), (64, 49_152), (16, 128_256)):
+        yield argmax_job(num_rows, size, device)
+        yield draw_job(num_rows, size, size, 1.0, device)
+        yield draw_job(num_rows, size, 50, 0.9, device)
 
 
 def time_calls(calls: Sequence[Call]) -> float:

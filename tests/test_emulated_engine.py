@@ -5,6 +5,7 @@ import pytest
 from minivllm.ops import cuda_layers
 from minivllm.ops.cuda import KernelAttention, KernelRMSNorm, why_not_emulated
 from minivllm.ops.launch import KernelFile
+from minivllm.sampling.params import SamplingParams
 from tests.test_torch_runner import (
     EXPECTED,
     PROMPTS,
@@ -86,3 +87,22 @@ def test_the_small_kernels_give_them_too(started):
     num_layers = runner.decoder.spec.num_layers
     assert started.pop("embedding") == len(steps)
     assert set(started.values()) == {num_layers * len(steps)}
+def test_a_batch_that_draws_gets_the_tokens_of_torch(monkeypatch):
+    """Greedy, drawn, and drawn after cuts, in one batch."""
+    found = []
+    for backend in ("torch", "emulated"):
+        for op in ("ARGMAX", "DRAW"):
+            monkeypatch.setenv(f"MINIVLLM_OP_{op}", backend)
+        requests = [
+            make_request(index, tokens, seed=index)
+            for index, tokens in enumerate(PROMPTS)
+        ]
+        drawn, cut = {"temperature": 1.5}, {"top_k": 20, "top_p": 0.95, "min_p": 0.01}
+        for request, params in zip(requests[1:], (drawn, drawn | cut), strict=True):
+            request.sampling_params = SamplingParams(**params).filled({})
+        runner = make_runner()
+        assert runner.choices["draw"].backend.name == backend
+        run(runner, requests)
+        found.append(answers(requests))
+    assert found[0] == found[1]
+    assert found[0][0] == EXPECTED[0] and found[0][1] != EXPECTED[1]

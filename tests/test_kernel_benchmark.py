@@ -13,10 +13,12 @@ from benchmarks import kernels as script
 from benchmarks.kernels import (
     activation_job,
     all_jobs,
+    argmax_job,
     attention_job,
     cache_job,
     copy_gb_s,
     embedding_job,
+    draw_job,
     line_of,
     matmul_tflop_s,
     measure,
@@ -35,6 +37,9 @@ SMALL = [
     norm_job(torch.float32, 3, 64, "cpu", is_fused=True),
     softmax_job(torch.float32, 5, 40, "cpu"),
     attention_job(torch.float32, 2, 300, 4, 2, 64, "cpu"),
+    argmax_job(3, 400, "cpu"),
+    draw_job(3, 400, 400, 1.0, "cpu"),
+    draw_job(3, 400, 20, 0.9, "cpu"),
 ]
 LAYER = [
     rotary_job(torch.float32, 3, 5, 16, "cpu"),
@@ -83,12 +88,14 @@ def test_the_bytes_of_the_small_kernels_are_those_by_hand():
 
 
 def test_the_bytes_are_those_by_hand():
-    plain, fused, softmax, attention = (job.num_bytes for job in SMALL)
+    plain, fused, softmax, attention, *choices = (job.num_bytes for job in SMALL)
     assert plain == 2 * (2 * 3 * 64 + 64)
     assert fused == 4 * (4 * 3 * 64 + 64)
     assert softmax == 4 * 2 * 5 * 40
     # 2 requests, 300 keys and as many values, 2 heads of 64; queries and results.
     assert attention == 4 * (2 * 2 * 300 * 2 * 64 + 2 * 2 * 4 * 64)
+    # The scores; of argmax also a score and an id of 8 bytes for each row.
+    assert choices == [4 * 3 * 400 + 3 * 12, 4 * 3 * 400, 4 * 3 * 400]
 
 
 def test_inputs_are_as_many_as_the_cache_cannot_hold():
@@ -212,6 +219,7 @@ def test_the_jobs_cover_every_op_and_what_they_name_can_be_made():
     jobs = list(all_jobs("cpu", torch.bfloat16))
     ops = {"rms_norm", "fused_add_rms_norm", "softmax", "paged_attention"}
     ops |= {job.op for job in LAYER}
+    ops |= {"argmax", "draw", "cut_and_draw"}
     assert {job.op for job in jobs} == ops
     assert all(job.num_bytes > 0 for job in jobs)
     assert len({(job.op, job.dtype, *job.sizes.values()) for job in jobs}) == len(jobs)

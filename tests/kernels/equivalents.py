@@ -14,6 +14,73 @@ EQUIVALENT = {
         "paged_attention.cu put: if (lane == 1) {",
         "gated_mlp.cu gated_mlp: if (lane == 1)",
         "paged_attention.cu paged_attention_v4: if (threadIdx.x == 1) {",
+        "argmax.cu argmax_v2: if (threadIdx.x == 1) {",
+        "argmax.cu argmax_v3: if (threadIdx.x == 1) "
+        "bests[row * num_parts + blockIdx.x] = best;",
+        "argmax.cu merge_bests: if (threadIdx.x == 1) {",
+        "cut.cu cut_v2: if (threadIdx.x == 1) last_ids[request] = 0;",
+        "cut.cu cut_v2: if (threadIdx.x == 1) last_ids[request] = last;",
+        "cut.cu last_of_bucket: if (threadIdx.x == 1) size = 0;",
+        "cut.cu cut_v3: if (threadIdx.x == 1) last_ids[request] = 0;",
+        "cut.cu cut_v3: if (threadIdx.x == 1) last_ids[request] = last.id;",
+        "draw.cu draw_v2: if (threadIdx.x == 1) drawn[request] = 0;",
+        "draw.cu draw_v2: if (threadIdx.x == 1) drawn[request] = token;",
+        "draw.cu page_masses: if (threadIdx.x % WARP == 1) "
+        "masses[int64_t(request) * num_pages + page] = sum;",
+        "draw.cu draw_v3: if (threadIdx.x == 1) drawn[request] = 0;",
+        "draw.cu draw_v3: if (threadIdx.x == 1) drawn[request] = start + token;",
+    ],
+    "no token has a key below 2^54": [
+        "tokens.cuh Best: static constexpr Key NOTHING = 1;",
+        "argmax.cu best_of: Key best = 1;",
+        "argmax.cu merge_bests: Key best = 1;",
+        "cut.cu next_best: Key best = 1;",
+        "draw.cu last_key: if (request >= num_cut) return 1;",
+    ],
+    "every token has a smaller key": [
+        "cut.cu BEFORE_ALL: constexpr Key BEFORE_ALL = ~Key(1);",
+    ],
+    "nothing is added": [
+        "cut.cu select: if (weight >= 0) "
+        "atomicAdd(&sums[order >> shift & (DIGITS - 1)], weight);",
+        "cut.cu select: if (true) "
+        "atomicAdd(&sums[order >> shift & (DIGITS - 1)], weight);",
+    ],
+    "tokens without mass come behind the last that is kept": [
+        "cut.cu cut_v2: "
+        "const auto one = [&](float score) { return Mass(row.mass(score) >= 0); };",
+    ],
+    "what is then returned is this mass of 0": [
+        "cut.cu last_of_bucket: "
+        "return mass >= 0 && bucket_of(row, score) == bucket ? mass : Mass(0);",
+    ],
+    "all buckets with mass are there, and a few more or less": [
+        "cut.cu PER_UNIT: constexpr int PER_UNIT = 15;",
+        "cut.cu BUCKETS: constexpr int BUCKETS = 513;",
+        "cut.cu BUCKETS: constexpr int BUCKETS = 511;",
+    ],
+    "crowds of this size are settled in either way": [
+        "cut.cu CROWD: constexpr int CROWD = 513;",
+        "cut.cu CROWD: constexpr int CROWD = 511;",
+        "cut.cu last_of_bucket: if (num >= CROWD) {",
+    ],
+    "the last page may be shorter, or empty": [
+        "draw.cu PAGE: constexpr int PAGE = 257;",
+    ],
+    "nobody reads the pages of a row without a best score": [
+        "draw.cu page_masses: if (false) return; (2)",
+    ],
+    "no lane is 32 places behind another": [
+        "tokens.cuh block_scan: for (int offset = 1; offset <= WARP; offset *= 2) {",
+    ],
+    "it comes behind the last weight, and so behind the target": [
+        "tokens.cuh reach: const Mass weight = i < size ? weigh(i) : 1;",
+    ],
+    "no score is better than itself": [
+        "argmax.cu argmax_v1: for (int i = 0; i < size; i++) {",
+    ],
+    "the best token alone has a mass of 2^44": [
+        "cut.cu share_of: return max(min(target, kept), Mass(2));",
     ],
     "all scores change by the same, and shares do not notice": [
         "paged_attention.cu dot: float sum = 1.0f;",

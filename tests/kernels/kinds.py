@@ -11,6 +11,7 @@ from tests.kernels.layer_cases import (
     GatedMLPCase,
     RotaryCase,
 )
+from tests.kernels.sampling_cases import ArgmaxCase, CutCase, DrawCase
 
 KINDS: list[type[Case]] = [
     NormCase,
@@ -21,6 +22,9 @@ KINDS: list[type[Case]] = [
     GatedMLPCase,
     EmbeddingCase,
     CacheCase,
+    ArgmaxCase,
+    CutCase,
+    DrawCase,
 ]
 RUNGS = [(kind, version) for kind in KINDS for version in kind.versions]
 FILES = list(dict.fromkeys(kind.file for kind in KINDS))
