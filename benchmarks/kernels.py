@@ -8,10 +8,11 @@ Prints a table, and writes it to benchmarks/results/gpu-<device>.json if it is c
 What the kernels do is limited by memory. So each job counts the bytes that have to be
 moved at least, each input read once and each output written once, and a rung is told
 by the GB/s that it would move if it moved no more. The ceiling is what a plain copy
-reaches. (That of arithmetic is measured, too, to show how far away it is.) Inputs and
-outputs are cold: a job has several copies of them, more than the cache of the GPU
-holds, and takes them in turn. Calls are recorded in a CUDA graph and replayed, so that
-the time in which Python starts kernels is not measured.
+reaches. (That of arithmetic is measured, too, to show how far away it is: far, but for
+the attention of prompts.) Inputs and outputs are cold: a job has several copies of
+them, more than the cache of the GPU holds, and takes them in turn. Calls are recorded
+in a CUDA graph and replayed, so that the time in which Python starts kernels is not
+measured.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minivllm
-from minivllm.ops import cuda_layers, cuda_sampling, reference, rungs
+from minivllm.ops import cuda_layers, cuda_prefill, cuda_sampling, reference, rungs
 from minivllm.ops.draw import draw as draw_in_torch
 from minivllm.ops.launch import KernelFile, why_no_launch
 from minivllm.ops.paged_attention import PaddedAttention
@@ -412,6 +413,67 @@ def cache_job(
     )
 
 
+def prefill_job(
+    dtype: torch.dtype,
+    num_reqs: int,
+    num_queries: int,
+    num_keys: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: str,
+    block_size: int = 16,
+) -> Job:
+    """Return the attention of a chunk of some prompts, the last queries of each."""
+    kernels = KernelFile("prefill_attention.cu")
+    width = -(-num_keys // block_size)
+    num_blocks = num_reqs * width
+
+    def make() -> dict[str, Call]:
+        shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+        kv_cache = torch.randn(shape, device=device, dtype=dtype)
+        shape = (num_reqs * num_queries, num_heads, head_dim)
+        q = torch.randn(shape, device=device, dtype=dtype)
+        out = torch.empty_like(q)
+        block_table = torch.randperm(num_blocks, device=device).view(num_reqs, width)
+        rows = torch.arange(len(q), device=device).view(num_reqs, num_queries)
+        last_keys = torch.arange(num_keys - num_queries, num_keys, device=device)
+        positions = last_keys.repeat(num_reqs, 1)
+        seq_lens = torch.full((num_reqs,), num_keys, device=device)
+        tables = [rows[:, 0], rows[:, -1] + 1, block_table, seq_lens]
+        tables = [x.int() for x in tables]
+        scale = head_dim**-0.5
+        group = num_heads // num_kv_heads
+        padded = PaddedAttention(rows, positions, block_table, kv_cache, group)
+
+        def run(version: str) -> Tensor:
+            arguments = (kernels, version, out, q, kv_cache, *tables)
+            cuda_prefill.prefill_attention(*arguments, num_queries, scale)
+            return out
+
+        best = cuda_prefill.best_version(head_dim, dtype, q.device)
+        versions = [v for v in ("v1", "v2", "v3", "v4") if v <= best]
+        calls: dict[str, Call] = {v: lambda v=v: run(v) for v in versions}
+        return calls | {"torch": lambda: padded.attend(q, kv_cache, scale)}
+
+    keys_and_values = 2 * num_reqs * num_keys * num_kv_heads * head_dim
+    queries_and_out = 2 * num_reqs * num_queries * num_heads * head_dim
+    return Job(
+        op="prefill_attention",
+        dtype=dtype,
+        sizes={
+            "num_reqs": num_reqs,
+            "num_queries": num_queries,
+            "num_keys": num_keys,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        },
+        num_bytes=dtype.itemsize * (keys_and_values + queries_and_out),
+        make=make,
+    )
+
+
 def layer_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
     """Yield the small kernels of a layer, at sizes of the same two models."""
     models = (
@@ -445,6 +507,9 @@ def all_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
         yield argmax_job(num_rows, size, device)
         yield draw_job(num_rows, size, size, 1.0, device)
         yield draw_job(num_rows, size, 50, 0.9, device)
+        for num_reqs, num_queries, num_keys in ((1, 2048, 2048), (8, 256, 2048)):
+            chunk = (num_reqs, num_queries, num_keys)
+            yield prefill_job(dtype, *chunk, *heads, device)
 
 
 def time_calls(calls: Sequence[Call]) -> float:

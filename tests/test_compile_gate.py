@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from minivllm.ops.nvrtc import compile_cubin, why_not_compiled_for
+from minivllm.ops.nvrtc import compile_cubin, why_no_mma, why_not_compiled_for
 from tests.kernels.cases import AttentionCase, instances, source_of
 from tests.kernels.kinds import RUNGS, factors_of, make
 from tests.kernels.pairwise import all_combinations, pairwise
@@ -26,13 +26,19 @@ def needs_nvrtc():
         pytest.skip(reason)
 
 
-def names_of(kind: Any, version: str, is_full: bool) -> list[str]:
+def names_of(
+    kind: Any, version: str, is_full: bool, arch: str = ARCHITECTURES[-1]
+) -> list[str]:
     """Return the instances that a rung's cases start: all, or a few."""
     factors = {name: values[:1] for name, values in factors_of(kind, version).items()}
     few = {"dtype": kind.dtypes} | kind.compiled_for
     if is_full:
         few = {name: factors_of(kind, version)[name] for name in few}
     factors |= few
+    few = kind.compiled_for
+    if is_full:
+        few = {name: factors_of(kind, version)[name] for name in few}
+    factors |= few | {"dtype": kind.dtypes_on(arch)}
     cases = [make(kind, version, values)[0] for values in all_combinations(factors)]
     return instances(cases)
 
@@ -41,6 +47,10 @@ def assert_compiles(kind: Any, version: str, arch: str, is_full: bool) -> None:
     """Compile a rung without a warning, and with all its numbers in registers."""
     names = names_of(kind, version, is_full)
     assert len(names) >= len(kind.dtypes), "there is an instance for each type"
+    if kind.uses_tensor_cores and (reason := why_no_mma()):
+        pytest.skip(reason)
+    names = names_of(kind, version, is_full, arch)
+    assert len(names) >= len(kind.dtypes_on(arch)), "there is an instance for each type"
     cubin = compile_cubin(source_of(kind.file), names, arch)
     assert cubin.names.keys() == set(names)
     assert "warning" not in cubin.log

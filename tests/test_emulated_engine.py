@@ -1,14 +1,18 @@
 """The engine with the kernels of a GPU, emulated: the tokens of torch."""
 
 import pytest
+import torch
 
 from minivllm.ops import cuda_layers
 from minivllm.ops.cuda import KernelAttention, KernelRMSNorm, why_not_emulated
+from minivllm.ops.cuda_prefill import KernelPrefill
 from minivllm.ops.launch import KernelFile
+from minivllm.runners.torch_runner import TorchRunner
 from minivllm.sampling.params import SamplingParams
 from tests.test_torch_runner import (
     EXPECTED,
     PROMPTS,
+    WEIGHTS,
     answers,
     make_request,
     make_runner,
@@ -24,9 +28,10 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Force both ops, and count how often each kernel does something."""
-    counts = {"norm": 0, "attention": 0}
+    """Force the ops, and count how often each kernel does something."""
+    counts = {"norm": 0, "attention": 0, "prefill": 0}
     real_norm, real_attend = KernelRMSNorm.__call__, KernelAttention.attend
+    real_prefill = KernelPrefill.attend
 
     def norm(self, *arguments):
         counts["norm"] += 1
@@ -36,9 +41,14 @@ def calls(monkeypatch):
         counts["attention"] += 1
         return real_attend(self, *arguments)
 
+    def prefill(self, *arguments):
+        counts["prefill"] += 1
+        return real_prefill(self, *arguments)
+
     monkeypatch.setattr(KernelRMSNorm, "__call__", norm)
     monkeypatch.setattr(KernelAttention, "attend", attend)
-    for op in ("RMS_NORM", "PAGED_ATTENTION"):
+    monkeypatch.setattr(KernelPrefill, "attend", prefill)
+    for op in ("RMS_NORM", "PAGED_ATTENTION", "PREFILL_ATTENTION"):
         monkeypatch.setenv(f"MINIVLLM_OP_{op}", "emulated")
     return counts
 
@@ -51,6 +61,7 @@ def test_a_batch_gets_the_tokens_of_torch(calls):
     num_layers = runner.decoder.spec.num_layers
     assert calls["norm"] == (2 * num_layers + 1) * len(steps)
     assert calls["attention"] >= num_layers * (len(steps) - 1)
+    assert calls["prefill"] >= num_layers, "prompts are read from the cache, too"
 
 
 def test_chunks_and_answers_in_one_step_get_them_too(calls):
@@ -87,6 +98,8 @@ def test_the_small_kernels_give_them_too(started):
     num_layers = runner.decoder.spec.num_layers
     assert started.pop("embedding") == len(steps)
     assert set(started.values()) == {num_layers * len(steps)}
+
+
 def test_a_batch_that_draws_gets_the_tokens_of_torch(monkeypatch):
     """Greedy, drawn, and drawn after cuts, in one batch."""
     found = []
@@ -106,3 +119,32 @@ def test_a_batch_that_draws_gets_the_tokens_of_torch(monkeypatch):
         found.append(answers(requests))
     assert found[0] == found[1]
     assert found[0][0] == EXPECTED[0] and found[0][1] != EXPECTED[1]
+    assert calls["attention"] and calls["prefill"]
+
+
+def scores_of_prompts(weights, monkeypatch):
+    """Return the scores with which each prompt's first token is chosen."""
+    found, compute = [], TorchRunner._logits
+
+    def logits(self, hidden_states):
+        found.append(compute(self, hidden_states))
+        return found[-1]
+
+    runner = make_runner(weights=weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchRunner, "_logits", logits)
+        run(runner, [make_request(i, tokens, 1) for i, tokens in enumerate(PROMPTS)])
+    return torch.cat(found).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_with_tensor_cores_the_scores_are_those_of_torch(dtype, calls, monkeypatch):
+    """Not the tokens: in 16 bits, another order of sums may choose another one."""
+    weights = {name: tensor.to(dtype) for name, tensor in WEIGHTS.items()}
+    ours = scores_of_prompts(weights, monkeypatch)
+    assert calls["prefill"]
+    monkeypatch.setenv("MINIVLLM_OP_PREFILL_ATTENTION", "torch")
+    theirs = scores_of_prompts(weights, monkeypatch)
+    assert not ours.equal(theirs), "two ways to compute the same"
+    allowed = 8 * torch.finfo(dtype).eps * theirs.abs().max()
+    assert (ours - theirs).abs().max() <= allowed

@@ -67,6 +67,7 @@ TORCH_MODULES = {
     "ops/cpu.py",
     "ops/cuda.py",
     "ops/cuda_layers.py",
+    "ops/cuda_prefill.py",
     "ops/draw.py",
     "ops/launch.py",
     "ops/linear.py",

@@ -17,13 +17,14 @@ from benchmarks.kernels import (
     attention_job,
     cache_job,
     copy_gb_s,
-    embedding_job,
     draw_job,
+    embedding_job,
     line_of,
     matmul_tflop_s,
     measure,
     mlp_job,
     norm_job,
+    prefill_job,
     result_path,
     rotary_job,
     run,
@@ -47,6 +48,7 @@ LAYER = [
     mlp_job(torch.float32, 3, 40, 12, "cpu"),
     embedding_job(torch.bfloat16, 3, 40, "cpu"),
     cache_job(torch.bfloat16, 3, 2, 16, "cpu"),
+    prefill_job(torch.float16, 2, 20, 50, 4, 2, 64, "cpu"),
 ]
 
 
@@ -89,6 +91,7 @@ def test_the_bytes_of_the_small_kernels_are_those_by_hand():
 
 def test_the_bytes_are_those_by_hand():
     plain, fused, softmax, attention, *choices = (job.num_bytes for job in SMALL)
+    plain, fused, softmax, attention, prefill = (job.num_bytes for job in SMALL)
     assert plain == 2 * (2 * 3 * 64 + 64)
     assert fused == 4 * (4 * 3 * 64 + 64)
     assert softmax == 4 * 2 * 5 * 40
@@ -96,6 +99,8 @@ def test_the_bytes_are_those_by_hand():
     assert attention == 4 * (2 * 2 * 300 * 2 * 64 + 2 * 2 * 4 * 64)
     # The scores; of argmax also a score and an id of 8 bytes for each row.
     assert choices == [4 * 3 * 400 + 3 * 12, 4 * 3 * 400, 4 * 3 * 400]
+    # Likewise, but each request has 20 queries.
+    assert prefill == 2 * (2 * 2 * 50 * 2 * 64 + 2 * 2 * 20 * 4 * 64)
 
 
 def test_inputs_are_as_many_as_the_cache_cannot_hold():
@@ -220,6 +225,7 @@ def test_the_jobs_cover_every_op_and_what_they_name_can_be_made():
     ops = {"rms_norm", "fused_add_rms_norm", "softmax", "paged_attention"}
     ops |= {job.op for job in LAYER}
     ops |= {"argmax", "draw", "cut_and_draw"}
+    ops |= {"prefill_attention"}
     assert {job.op for job in jobs} == ops
     assert all(job.num_bytes > 0 for job in jobs)
     assert len({(job.op, job.dtype, *job.sizes.values()) for job in jobs}) == len(jobs)

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,10 @@ from minivllm.ops.nvrtc import (
     compile_cubin,
     find_headers,
     find_libraries,
+    find_mma,
     find_nvrtc,
+    include_options,
+    why_no_mma,
     why_not_compiled_for,
 )
 
@@ -230,6 +234,37 @@ def test_missing_headers_are_told_with_their_package(version, package, places):
     number = rf"NVRTC {version[0]}\.{version[1]}"
     with pytest.raises(BackendUnavailable, match=f"{number}: pip install {package}"):
         find_headers(version)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "site/nvidia/cu13/include",
+        "site/nvidia/cuda_nvcc/include",
+        "toolkit/include",
+        "site/triton/backends/nvidia/include",
+    ],
+)
+def test_what_mma_h_includes_is_found_wherever_it_is(folder, places):
+    assert find_mma() is None
+    path = places(f"{folder}/crt/mma.h")
+    assert find_mma() == path.parents[1]
+    assert why_no_mma() is None
+    found = SimpleNamespace(include=places.headers("other", 13000))
+    assert include_options(found) == [f"-I{found.include}", f"-I{path.parents[1]}"]
+
+
+def test_a_wheel_of_cuda_comes_before_the_copy_in_triton(places):
+    places("site/triton/backends/nvidia/include/crt/mma.h")
+    path = places("site/nvidia/cu13/include/crt/mma.h")
+    assert find_mma() == path.parents[1]
+
+
+def test_without_it_the_reason_names_the_package(places):
+    found = SimpleNamespace(include=places.headers("other", 13000))
+    assert include_options(found) == [f"-I{found.include}"]
+    assert "pip install nvidia-cuda-crt," in why_no_mma(13)
+    assert "pip install nvidia-cuda-nvcc-cu12," in why_no_mma(12)
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,29 @@ def find_nvrtc(major: int | None = None) -> Nvrtc:
     return Nvrtc(libraries[wanted])
 
 
+def find_mma() -> Path | None:
+    """Return the folder with `crt/mma.h`, which `mma.h` includes, or None."""
+    found = [path.parents[1] for path in installed("include/crt/mma.h")]
+    for folder in sys.path:
+        copy = Path(folder, "triton/backends/nvidia/include")
+        found += [copy] if (copy / "crt/mma.h").exists() else []
+    return found[0] if found else None
+
+
+def why_no_mma(major: int | None = None) -> str | None:
+    """Return why no kernel can use tensor cores, or None if it can."""
+    if find_mma():
+        return None
+    package = "nvidia-cuda-nvcc-cu12" if major == 12 else "nvidia-cuda-crt"
+    return f"CUDA's mma.h lacks crt/mma.h: pip install {package}, or set CUDA_HOME"
+
+
+def include_options(nvrtc: Nvrtc) -> list[str]:
+    """Return where the compiler is to look for headers."""
+    folders = [nvrtc.include, find_mma()]
+    return [f"-I{folder}" for folder in folders if folder]
+
+
 def why_not_compiled_for(arch: str, major: int | None = None) -> str | None:
     """Return why nothing can be compiled for an architecture, or None if it can."""
     try:
@@ -228,7 +251,7 @@ def compile_cubin(
     header = (nvrtc.include / "cuda_fp16.h").read_text("utf-8", "replace")
 
     def build(path: Path) -> None:
-        cubin = nvrtc.compile(source, instances, [*options, f"-I{nvrtc.include}"])
+        cubin = nvrtc.compile(source, instances, [*options, *include_options(nvrtc)])
         about = json.dumps({"names": cubin.names, "log": cubin.log})
         content = about.encode() + b"\n" + cubin.code
         path.write_bytes(hashlib.sha256(content).digest() + content)

@@ -14,7 +14,8 @@ forces a backend: if it cannot run, that is an error, never another backend in s
 
 In vLLM: vllm/ir/op.py (IrOp, IrOpImpl).
 Source: appendix A6, "The torch runner"; appendix A10, "Compiled operations"; appendix
-    A16, "Launching kernels"; chapter 6, "CUDA kernels"; appendix A18, "Small kernels".
+    A16, "Launching kernels"; chapter 6, "CUDA kernels"; appendix A18, "Small kernels";
+    appendix A19, "Sampling kernels"; appendix A20, "Prefill attention".
 """
 
 import difflib
@@ -62,6 +63,8 @@ MODULES: list[str] = [
     "minivllm.ops.cpu",
     "minivllm.ops.cuda",
     "minivllm.ops.cuda_layers",
+    "minivllm.ops.cuda_sampling",
+    "minivllm.ops.cuda_prefill",
 ]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from minivllm.errors import KernelError
 from minivllm.ops import rungs
-from minivllm.ops.launch import CudaModule
+from minivllm.ops.launch import CudaModule, architecture
 from minivllm.ops.nvrtc import installed
 from tests.gpu.sanitized import KERNELS
 from tests.kernels.cases import (
@@ -33,7 +33,8 @@ LARGE = [case for kind in KINDS for case in kind.large()]
 @cache
 def cases_of(kind: type[Case], version: str) -> list[Case]:
     """Return all cases of a rung; a GPU orders its threads as it likes."""
-    values = all_combinations(factors_of(kind, version) | {"order": [None]})
+    here = {"order": [None], "dtype": kind.dtypes_on(architecture(0))}
+    values = all_combinations(factors_of(kind, version) | here)
     return [make(kind, version, v)[0] for v in values]
 
 

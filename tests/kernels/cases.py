@@ -105,6 +105,7 @@ class Case:
         dtypes: Types that each is for.
         compiled_for: The factors that are template arguments or decide on them, and
             those of their values that the gate compiles always.
+        uses_tensor_cores: Whether it multiplies matrices on them.
         is_extreme: Whether the last digits are lost by design, which a GPU may do in
             another way than the emulator.
         version: Which rung.
@@ -114,8 +115,17 @@ class Case:
     versions: ClassVar[tuple[str, ...]]
     dtypes: ClassVar[list[str]] = DTYPES
     compiled_for: ClassVar[dict[str, list[Any]]] = {}
+    uses_tensor_cores: ClassVar[bool] = False
     is_extreme: bool = False
     version: str
+
+    @classmethod
+    def dtypes_on(cls, arch: str) -> list[str]:
+        """Return the types that it is for on a GPU of an architecture, "sm_75"."""
+        is_older = int(arch.removeprefix("sm_")) < 80
+        if cls.uses_tensor_cores and is_older:
+            return [dtype for dtype in cls.dtypes if dtype != "bfloat16"]
+        return cls.dtypes
 
     @classmethod
     def factors(cls, version: str) -> dict[str, list[Any]]:

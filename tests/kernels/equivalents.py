@@ -142,3 +142,70 @@ EQUIVALENT = {
         "paged_attention.cu paged_attention_v4: if (false) return;",
     ],
 }
+
+# Of prefill_attention.cu.
+PREFILL = {
+    "slower and not wrong: test_traffic.py counts how often a bank is asked": [
+        "prefill_attention_v2: constexpr int STRIDE = HEAD_DIM + 4 * sizeof(T);",
+        "prefill_attention_v2: constexpr int STRIDE = HEAD_DIM + 4 % sizeof(T);",
+        "prefill_attention_v2: constexpr int STRIDE = HEAD_DIM + 5 / sizeof(T);",
+        "prefill_attention_v2: constexpr int STRIDE = HEAD_DIM + 3 / sizeof(T);",
+    ],
+    "heads are whole packs, and for tensor cores multiples of 16": [
+        "SOME: constexpr int SOME = HEAD_DIM * sizeof(T) > 513 ? 8 : 32;",
+        "MANY: constexpr int MANY = HEAD_DIM > 129 ? 32 : 64;",
+    ],
+    "heads are even, so packs of two fit": [
+        "prefill_attention_v2: load_queries<FEW, 2, HEAD_DIM>(query_tile, q, "
+        "queries, q_stride);",
+    ],
+    "all scores of a query change by the same, and shares do not notice": [
+        "load_share: share[i] = dim < HEAD_DIM ? to_float(row[dim]) : 1.0f;",
+        "prefill_attention_v1: float score = 1.0f;",
+        "prefill_attention_v2: float score = 1.0f;",
+        "prefill_attention_v3: float scores[NUM / WARPS] = {1.0f};",
+        "prefill_attention_v4: fill_fragment(matrix, 1.0f);",
+    ],
+    "the first score of a query multiplies it by exp(LOWEST - score), which is 0": [
+        "Running: float top = LOWEST, total = 1.0f, mixed[SIZE] = {};",
+        "Running: float top = LOWEST, total = 0.0f, mixed[SIZE] = {1.0f};",
+        "prefill_attention_v4: for (auto& part : mixed) fill_fragment(part, 1.0f);",
+        "prefill_attention_v4: float top = LOWEST, total = 1.0f;",
+    ],
+    "what stands behind the keys is masked, and behind the queries not stored": [
+        "load_tile: Packed pack = {1.0f};",
+        "load_queries: Packed pack = {1.0f};",
+    ],
+    "there is room for more than there is": [
+        "SHARE: constexpr int SHARE = (HEAD_DIM + WARP + 1) / WARP;",
+        "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 1) % WARP;",
+        "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 0) / WARP;",
+        "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 2) / WARP;",
+        "store_share: for (int i = 0; i <= SHARE<HEAD_DIM>; i++) {",
+        "prefill_attention_v2: Running<SIZE> seen[FEW * WARPS];",
+        "prefill_attention_v2: float shares[FEW * WARPS];",
+        "prefill_attention_v3: Running<SIZE> seen[NUM * WARPS];",
+        "prefill_attention_v3: float shares[NUM * WARPS];",
+        "prefill_attention_v3: float scores[NUM * WARPS] = {};",
+    ],
+    "a block without queries stores nothing": [
+        "prefill_attention_v2: if (false) return;",
+        "prefill_attention_v2: if (queries.num < 0) return;",
+        "prefill_attention_v3: if (false) return;",
+        "prefill_attention_v3: if (queries.num < 0) return;",
+        "prefill_attention_v4: if (false) return;",
+        "prefill_attention_v4: if (queries.num < 0) return;",
+    ],
+    "a tile without keys adds shares of 0": [
+        "prefill_attention_v2: for (int start = queries.first_key(0); start <= "
+        "end; start += KEYS) {",
+        "prefill_attention_v3: for (int start = queries.first_key(0); start <= "
+        "end; start += KEYS) {",
+        "prefill_attention_v4: for (int start = queries.first_key(0); start <= "
+        "end; start += KEYS) {",
+    ],
+}
+EQUIVALENT |= {
+    why: [f"prefill_attention.cu {change}" for change in changes]
+    for why, changes in PREFILL.items()
+}

@@ -11,6 +11,7 @@ from tests.kernels.layer_cases import (
     GatedMLPCase,
     RotaryCase,
 )
+from tests.kernels.prefill_cases import PrefillCase, TensorCoreCase
 from tests.kernels.sampling_cases import ArgmaxCase, CutCase, DrawCase
 
 KINDS: list[type[Case]] = [
@@ -25,6 +26,8 @@ KINDS: list[type[Case]] = [
     ArgmaxCase,
     CutCase,
     DrawCase,
+    PrefillCase,
+    TensorCoreCase,
 ]
 RUNGS = [(kind, version) for kind in KINDS for version in kind.versions]
 FILES = list(dict.fromkeys(kind.file for kind in KINDS))

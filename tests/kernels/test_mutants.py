@@ -117,7 +117,7 @@ def test_every_barrier_and_every_bound_is_broken(file):
     text = path_of(file).read_text()
     changes = [mutant.change for mutant in mutants_of(file)]
     dropped = [change for change in changes if "without __sync" in change]
-    assert len(dropped) == text.count("__syncthreads();")
+    assert len(dropped) == len(re.findall(r"__sync(?:threads|warp)\(\);", text))
     loops = [code for _, _, code in statements(file) if re.match(r"for .* < ", code)]
     for code in loops:
         assert code.replace(" < ", " <= ", 1) in changes

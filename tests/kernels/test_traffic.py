@@ -10,10 +10,12 @@ from minivllm.ops import rungs
 from minivllm.ops.kernel_trace import Trace
 from tests.kernels.cases import KERNELS, Case, NormCase, SoftmaxCase, emulated
 from tests.kernels.kinds import FILES, all_examples
+from tests.kernels.prefill_cases import PrefillCase
 from tests.kernels.tools import needs_compiler
 
 EXAMPLES = all_examples()
 NORMS, SOFTMAXES = NormCase.examples(), SoftmaxCase.examples()
+TILES = PrefillCase.examples()[1:]
 # A version, words, and four numbers.
 ROW = re.compile(r"^//   (\w+) .*?((?: +[\d,]+){4})$", re.MULTILINE)
 
@@ -94,6 +96,7 @@ def test_packs_of_a_warp_move_no_byte_too_many():
 
 @needs_compiler
 @pytest.mark.parametrize("case", [*NORMS[2:], *SOFTMAXES[1:]], ids=str)
+@pytest.mark.parametrize("case", [*NORMS[2:], *SOFTMAXES[1:], *TILES], ids=str)
 def test_shared_memory_is_never_asked_twice(case):
     (trace,) = traced(case)
     assert trace.bank_conflicts() == 0
