@@ -502,14 +502,14 @@ def all_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
     for heads in ((9, 3, 64), (32, 8, 128)):
         for num_reqs, num_keys in ((1, 512), (1, 8192), (16, 512), (64, 2048)):
             yield attention_job(dtype, num_reqs, num_keys, *heads, device)
+        for num_reqs, num_queries, num_keys in ((1, 2048, 2048), (8, 256, 2048)):
+            chunk = (num_reqs, num_queries, num_keys)
+            yield prefill_job(dtype, *chunk, *heads, device)
     yield from layer_jobs(device, dtype)
     for num_rows, size in ((1, 49_152), (64, 49_152), (16, 128_256)):
         yield argmax_job(num_rows, size, device)
         yield draw_job(num_rows, size, size, 1.0, device)
         yield draw_job(num_rows, size, 50, 0.9, device)
-        for num_reqs, num_queries, num_keys in ((1, 2048, 2048), (8, 256, 2048)):
-            chunk = (num_reqs, num_queries, num_keys)
-            yield prefill_job(dtype, *chunk, *heads, device)
 
 
 def time_calls(calls: Sequence[Call]) -> float:
