@@ -333,6 +333,103 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
   }
 }
 
+// As many rows and panels at a time as have their sums in registers.
+#ifdef __AVX512F__
+static constexpr int MOST_ROWS = 8, MOST_PANELS = 3;  // 24 of 32
+#else
+static constexpr int MOST_ROWS = 6, MOST_PANELS = 1;  // 12 of 16, of half the size
+#endif
+static constexpr int64_t FLOATS_AT_ONCE = 192;   // inputs of some panels: first cache
+static constexpr int64_t FLOAT_ROWS_AT_ONCE = 128;  // rows: second cache
+
+// y [rows, out] = x [rows, in] W^T; weight [out / 16][in][16], filled up with anything
+struct Product {
+  const float *x, *weight;
+  float* y;
+  int64_t rows, in, out;
+};
+
+// Adds the products of the inputs from .. to, for some rows and panels; the first
+// inputs begin the sums.
+template <int ROWS, int PANELS>
+static void multiply_floats(const Product& p, int64_t row, int64_t panel, int64_t from,
+                            int64_t to) {
+  const float* x = p.x + row * p.in;
+  const float* weight = p.weight + panel * p.in * LANES;
+  float* y = p.y + row * p.out + panel * LANES;
+  int64_t bytes[PANELS];  // of a panel in y: the last one may have fewer columns
+  for (int i = 0; i < PANELS; i++)
+    bytes[i] = 4 * std::min<int64_t>(LANES, p.out - (panel + i) * LANES);
+  floats sums[ROWS][PANELS] = {};
+  if (from > 0)
+    for (int r = 0; r < ROWS; r++)
+      for (int i = 0; i < PANELS; i++)
+        memcpy(&sums[r][i], y + r * p.out + i * LANES, bytes[i]);
+  for (int64_t input = from; input < to; input++) {
+    floats weights[PANELS];
+#pragma GCC unroll 8
+    for (int i = 0; i < PANELS; i++)
+      weights[i] = load_lanes(weight + (i * p.in + input) * LANES);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 8
+      for (int i = 0; i < PANELS; i++) sums[r][i] += weights[i] * x[r * p.in + input];
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int i = 0; i < PANELS; i++)
+      memcpy(y + r * p.out + i * LANES, &sums[r][i], bytes[i]);
+}
+
+// The same for a number of rows, 1 .. ROWS, that is known when the program runs.
+template <int ROWS, int PANELS>
+static void multiply_rows(int64_t rows, const Product& p, int64_t row, int64_t panel,
+                          int64_t from, int64_t to) {
+  if (rows == ROWS)
+    multiply_floats<ROWS, PANELS>(p, row, panel, from, to);
+  else if constexpr (ROWS > 1)
+    multiply_rows<ROWS - 1, PANELS>(rows, p, row, panel, from, to);
+}
+
+// Panels panel .. end of a product. Few rows take all inputs at a time.
+template <int ROWS, int PANELS>
+static void multiply_panels(const Product& p, int64_t panel, int64_t end) {
+  int64_t inputs = p.rows > 2 * ROWS ? FLOATS_AT_ONCE : p.in;
+  for (int64_t first = 0; first < p.rows; first += FLOAT_ROWS_AT_ONCE) {
+    int64_t rows = std::min(p.rows - first, FLOAT_ROWS_AT_ONCE);
+    int64_t parts = (rows + ROWS - 1) / ROWS;
+    for (int64_t i = panel; i < end;) {
+      bool is_last = i + PANELS > end;  // what is left over, one by one
+      for (int64_t from = 0; from < p.in; from += inputs) {
+        int64_t to = std::min(p.in, from + inputs);
+        for (int64_t part = 0; part < parts; part++) {
+          int64_t row = rows * part / parts, count = rows * (part + 1) / parts - row;
+          if (is_last)
+            multiply_rows<ROWS, 1>(count, p, first + row, i, from, to);
+          else
+            multiply_rows<ROWS, PANELS>(count, p, first + row, i, from, to);
+        }
+      }
+      i += is_last ? 1 : PANELS;
+    }
+  }
+}
+
+extern "C" void linear_float32(const float* x, const float* weight, float* y,
+                               int64_t rows, int64_t in, int64_t out, int threads) {
+  Product product = {x, weight, y, rows, in, out};
+  int64_t panels = (out + LANES - 1) / LANES;
+#pragma omp parallel num_threads(threads)
+  {
+    int64_t team = omp_get_num_threads(), self = omp_get_thread_num();
+    int64_t first = panels * self / team, end = panels * (self + 1) / team;
+    if (rows == 1)
+      multiply_panels<1, 4>(product, first, end);  // four streams of memory at a time
+    else
+      multiply_panels<MOST_ROWS, MOST_PANELS>(product, first, end);
+  }
+}
+
 // The product of bfloat16 rows with a weight in panels, for processors that have the
 // instructions: AVX-512 for up to two rows, which waits for memory only, AMX for more.
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)

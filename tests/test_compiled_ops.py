@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minivllm.engine.engine import LLMEngine
 from minivllm.errors import BackendUnavailable
@@ -22,6 +23,7 @@ from minivllm.ops.cpu import (
     compiled_reshape_and_cache,
     compiled_rotary_embedding,
     compiled_silu_and_mul,
+    why_no_product,
     why_no_tiles,
     why_not_compiled,
 )
@@ -225,32 +227,59 @@ def test_large_scores_do_not_overflow():
     assert mixed.tolist() == [[[3.0] * 16]]
 
 
-@needs_tiles
+both_types = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, marks=needs_compiler),
+        pytest.param(torch.bfloat16, marks=needs_tiles),
+    ],
+)
+
+
+@both_types
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("num_outputs", [1, 16, 33, 64, 100, 960])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 49, 130])
-def test_products(num_rows, num_outputs, has_bias, numbers, threads):
-    for num_inputs in (1, 31, 32, 64, 576):
-        x = torch.randn(num_rows, num_inputs, generator=numbers).bfloat16()
-        weight = torch.randn(num_outputs, num_inputs, generator=numbers).bfloat16()
-        bias = torch.randn(num_outputs, generator=numbers).bfloat16()
-        ours = CompiledLinear(weight, bias if has_bias else None)(x)
-        exact = (x.double() @ weight.double().T).bfloat16()
-        if has_bias:
-            exact = exact + bias
-        if num_rows:
-            assert_close(ours, exact, units=1)
+def test_products(num_rows, num_outputs, has_bias, dtype, numbers, threads):
+    for num_inputs in (1, 31, 32, 64, 192, 193, 576):
+        x = torch.randn(num_rows, num_inputs, generator=numbers).to(dtype)
+        weight = torch.randn(num_outputs, num_inputs, generator=numbers).to(dtype)
+        bias = torch.randn(num_outputs, generator=numbers).to(dtype)
+        bias = bias if has_bias else None
+        ours = CompiledLinear(weight, bias)(x)
         assert ours.shape == (num_rows, num_outputs)
+        exact = F.linear(x.double(), weight.double())
+        if dtype == torch.float32:  # a sum may be much smaller than what is added
+            added = F.linear(x.abs(), weight.abs(), bias.abs() if has_bias else None)
+            exact += bias if has_bias else 0
+            assert ((ours - exact).abs() <= 8 * torch.finfo(dtype).eps * added).all()
+        elif num_rows:
+            exact = exact.to(dtype)
+            assert_close(ours, exact + bias if has_bias else exact, units=1)
 
 
-@needs_tiles
-def test_products_take_any_view_and_number_of_dimensions(numbers):
-    x = torch.randn(6, 5, 64, generator=numbers).bfloat16()
-    weight = torch.randn(24, 64, generator=numbers).bfloat16()
+@both_types
+def test_products_take_any_view_and_number_of_dimensions(dtype, numbers):
+    x = torch.randn(6, 5, 64, generator=numbers).to(dtype)
+    weight = torch.randn(64, 24, generator=numbers).to(dtype).T
     linear = CompiledLinear(weight)
     assert linear(x).shape == (6, 5, 24)
     assert linear(x[::2]).equal(linear(x[::2].clone()))
     assert linear(x[0, 0]).shape == (24,)
+    transposed = torch.randn(64, 7, generator=numbers).to(dtype).T
+    assert linear(transposed).equal(linear(transposed.clone()))
+
+
+@needs_compiler
+def test_products_write_nothing_behind_their_result(numbers):
+    """The last panel has fewer columns than a vector."""
+    x, weight = torch.randn(9, 40, generator=numbers), torch.ones(21, 40)
+    linear = CompiledLinear(weight)
+    memory = torch.full((10, 21), 7.0)
+    function = cpu.compiled("linear", torch.float32)
+    sizes = 9, 40, 21, torch.get_num_threads()
+    function(x.data_ptr(), linear.panels.data_ptr(), memory.data_ptr(), *sizes)
+    assert memory[:9].equal(linear(x)) and memory[9].eq(7).all()
 
 
 @needs_tiles
@@ -263,6 +292,17 @@ def test_a_row_is_the_same_whoever_else_is_in_the_batch(numbers):
     for count in (3, 16, 17, 40):
         assert linear(x[:count]).equal(everybody[:count])
     assert linear(x[:2])[:1].equal(linear(x[:1]))
+
+
+@needs_compiler
+def test_a_row_of_float32_is_the_same_in_every_batch(numbers):
+    """Each sum takes its inputs in their order, one by one, however many rows."""
+    weight = torch.randn(100, 600, generator=numbers)
+    x = torch.randn(300, 600, generator=numbers)
+    linear = CompiledLinear(weight)
+    everybody = linear(x)
+    for count in (1, 2, 5, 8, 9, 16, 17, 128, 129):
+        assert linear(x[:count]).equal(everybody[:count])
 
 
 @pytest.mark.parametrize(
@@ -278,8 +318,11 @@ def test_conditions_say_what_is_missing(device, dtype, sizes, reason):
 
 
 @needs_compiler
-def test_products_in_float32_stay_with_torch():
-    assert "float32" in why_no_tiles("cpu", "float32")
+def test_products_of_float32_need_no_tiles():
+    assert "not float32" in why_no_tiles("cpu", "float32")
+    assert why_no_product("cpu", "float32") is None
+    assert why_no_product("cpu", "bfloat16") == why_no_tiles("cpu", "bfloat16")
+    assert "not for float16" in why_no_product("cpu", "float16")
 
 
 def test_a_library_that_cannot_be_loaded_is_a_reason(monkeypatch):

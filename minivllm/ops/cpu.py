@@ -272,17 +272,19 @@ class CompiledPrefill:
 
 
 class CompiledLinear:
-    """A bfloat16 weight in panels; the weight that was given is not kept."""
+    """A weight in panels; the weight that was given is not kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        assert why_no_tiles("cpu", "bfloat16") is None
+        is_float32 = weight.dtype == torch.float32
+        assert why_no_product("cpu", "float32" if is_float32 else "bfloat16") is None
         self.out_features, in_features = weight.shape
-        self.missing = -in_features % INPUTS
+        self.missing = 0 if is_float32 else -in_features % INPUTS
         padding = (0, self.missing, 0, -self.out_features % LANES)
         weight = F.pad(weight, padding) if any(padding) else weight.contiguous()
-        # Two inputs move as one number of 32 bits, which is faster.
-        pairs = weight.view(torch.int32).view(len(weight) // LANES, LANES, -1)
-        self.panels = pairs.transpose(1, 2).contiguous()  # [panels, in / 2, 16]
+        # Two inputs of bfloat16 are neighbours in a panel: they move as one number.
+        units = weight if is_float32 else weight.view(torch.int32)
+        panels = units.view(len(weight) // LANES, LANES, -1)
+        self.panels = panels.transpose(1, 2).contiguous()  # [panels, in or in / 2, 16]
         self.bias = bias
         self.function = compiled("linear", weight.dtype)
 
@@ -332,6 +334,12 @@ def why_no_tiles(device: str, dtype: str, **sizes: int) -> str | None:
     function.restype = ctypes.c_char_p
     reason = function()
     return reason.decode() if reason else None
+
+
+def why_no_product(device: str, dtype: str, **sizes: int) -> str | None:
+    """Return why the compiled products cannot run, or None if they can."""
+    condition = why_not_compiled if dtype == "float32" else why_no_tiles
+    return condition(device, dtype, **sizes)
 
 
 def compiled_draw(
@@ -385,5 +393,5 @@ IMPLEMENTATIONS = {
 }
 for op, implementation in IMPLEMENTATIONS.items():
     add_backend(op, Backend("compiled", implementation, why_not_compiled))
-add_backend("linear", Backend("compiled", CompiledLinear, why_no_tiles))
+add_backend("linear", Backend("compiled", CompiledLinear, why_no_product))
 add_backend("prefill_attention", Backend("compiled", CompiledPrefill, why_no_tiles))
