@@ -9,11 +9,11 @@ struct Silu {  // x * sigmoid(x)
 };
 
 struct Gelu {  // x * P(a normal random number < x)
-  // erfc(-z) is 1 + erf(z), without the digits that this sum loses where z < 0.
+  // erfc(-y) is 1 + erf(y), without the digits that this sum loses where y < 0.
   __device__ static float of(float x) { return 0.5f * x * erfcf(x * -0.70710678f); }
 };
 
-struct GeluTanh {  // nearly the same, from before erf() was fast
+struct GeluTanh {  // an approximation of Gelu
   // 0.5 * (1 + tanh(z)) is sigmoid(2 * z).
   __device__ static float of(float x) {
     const float doubled = 1.59576912f * (x + 0.044715f * x * x * x);

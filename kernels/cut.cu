@@ -145,7 +145,7 @@ __global__ void cut_v2(int64_t* last_ids, const T* logits, int64_t stride, int s
 // is left to look into, and its tokens are so few that each is compared with each.
 constexpr int PER_UNIT = 16;
 constexpr int BUCKETS = 512;  // 32 temperatures: farther than 30.5 there is no mass
-constexpr int CROWD = 512;    // tokens; to compare more than these, v2 is faster
+constexpr int CROWD = 512;    // of more tokens than these, v2 finds the last
 
 template <typename T>
 __device__ int bucket_of(const Row<T>& row, float score) {

@@ -22,7 +22,7 @@
 // The key of the last token that a request keeps; all tokens have better ones than 0.
 template <typename T>
 __device__ Key last_key(const Row<T>& row, int request, const int64_t* last_ids,
-                          int num_cut) {
+                        int num_cut) {
   if (request >= num_cut) return 0;
   const int last = last_ids[request];
   return key_of(row.score(last), last);

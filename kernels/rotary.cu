@@ -23,7 +23,7 @@ __global__ void rotary_embedding(T* heads, const float* cos, const float* sin,
   using Angles = Pack<float, WIDTH>;
   const int half = head_dim / 2, i = threadIdx.x * WIDTH;
   const int64_t token = blockIdx.x, place = token * head_dim + i;
-  // One half of each says it all.
+  // One half of each says it all: of sin the second, which is not negated.
   const Angles cosines = *(const Angles*)(cos + place);
   const Angles sines = *(const Angles*)(sin + place + half);
   for (int head = threadIdx.y; head < num_rotated; head += blockDim.y) {

@@ -28,7 +28,7 @@ struct Best {
 // that of the best token, in whole units. Sums of whole numbers are exact: threads may
 // add them in any order.
 using Mass = unsigned long long;
-constexpr float UNITS = 0x1p44f;      // of the best token: 2^19 of them fit
+constexpr float UNITS = 0x1p44f;      // of the best token: 64 bits hold 2^19 of these
 constexpr float COLDEST = 0x1p-126f;  // colder, and only the best token has a share
 
 // The scores that a request draws from.

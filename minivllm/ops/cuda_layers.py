@@ -71,7 +71,7 @@ def check_numbers(name: str, numbers: Tensor, least: int, most: int) -> None:
 
 
 def in_parts(num_rows: int, num_packs: int) -> tuple[tuple[int, int], int]:
-    """Return a grid and its block, with a thread for each pack of each row."""
+    """Return a grid and the threads of its blocks: one for each pack of each row."""
     threads = rungs.threads_for(num_packs)
     return (num_rows, -(-num_packs // threads)), threads
 
@@ -111,6 +111,9 @@ def launch_rotary_embedding(
         cos: float32, [num_tokens, 1, head_dim], both halves alike.
         sin: Like cos, the first half negated.
         options: For the call.
+
+    Raises:
+        ShapeError: Shapes, types or strides do not fit.
     """
     refuse("rotary_embedding", what_is_wrong_with(heads, num_rotated, cos, sin))
     kind = rungs.cuda_type(heads)
@@ -171,6 +174,10 @@ def launch_act_and_mul(
         gate_up: [num_rows, 2 * size], the gates first.
         activation: "silu", "gelu" or "gelu_tanh".
         options: For the call.
+
+    Raises:
+        ShapeError: Shapes, types or strides do not fit.
+        ConfigError: There is no such activation.
     """
     problem = None
     if out.ndim != 2 or gate_up.shape != (len(out), 2 * out.shape[1]):
@@ -237,6 +244,10 @@ def launch_gated_mlp(
         weight: W_gate above W_up, [2 * size, hidden].
         activation: "silu", "gelu" or "gelu_tanh".
         options: For the call.
+
+    Raises:
+        ShapeError: Shapes, types or strides do not fit.
+        ConfigError: There is no such activation.
     """
     tensors, problem = (out, x, weight), None
     if {t.ndim for t in tensors} != {2} or len(out) != len(x):
@@ -291,6 +302,9 @@ def launch_embedding(
         token_ids: Rows of the table, [num_tokens] int64.
         table: [vocab_size, size].
         options: For the call.
+
+    Raises:
+        ShapeError: Shapes, types or strides do not fit, or an id has no row.
     """
     problem = None
     if table.ndim != 2 or out.shape != (token_ids.numel(), table.shape[1]):
@@ -343,6 +357,9 @@ def launch_reshape_and_cache(
         kv_cache: Of a layer, [2, num_blocks, block_size, num_kv_heads, head_dim].
         slots: Slot of each token, -1 to skip it, [num_tokens] int64.
         options: For the call.
+
+    Raises:
+        ShapeError: Shapes, types or strides do not fit, or a slot is not in the cache.
     """
     problem = None
     if k.ndim != 3 or k.shape != v.shape:

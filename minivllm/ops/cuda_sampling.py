@@ -24,6 +24,7 @@ import minivllm.ops.draw  # its op
 import minivllm.ops.reference  # noqa: F401, its op
 from minivllm.errors import ShapeError
 from minivllm.ops.cuda import why_not_cuda, why_not_emulated
+from minivllm.ops.cuda_layers import check_numbers
 from minivllm.ops.launch import KernelFile
 from minivllm.ops.operators import operator
 from minivllm.ops.registry import Backend, add_backend, only_if_forced
@@ -41,10 +42,10 @@ MAX_TOKENS = 2**19  # whose masses add up to less than 2^64
 
 
 def check_logits(logits: Tensor) -> tuple[int, int]:
-    """Return the shape of rows of scores, which may lie apart.
+    """Return num_rows and vocab_size; rows may lie apart, scores of a row may not.
 
     Raises:
-        ShapeError: Scores of a row do, or there are none, or too many.
+        ShapeError: They do, or a row has no scores, or too many.
     """
     if logits.ndim != 2 or not 1 <= logits.shape[1] <= MAX_TOKENS:
         raise ShapeError(
@@ -80,21 +81,6 @@ def check_columns(size: int, **columns: tuple[Tensor, torch.dtype]) -> None:
             )
 
 
-def check_ids(name: str, ids: Tensor, least: int, most: int) -> None:
-    """Refuse numbers that lead out of a tensor, where they can be seen: on a CPU.
-
-    Raises:
-        ShapeError: One does.
-    """
-    if ids.device.type != "cpu" or not len(ids):
-        return
-    if int(ids.min()) < least or int(ids.max()) > most:
-        raise ShapeError(
-            f"{name} has numbers from {int(ids.min())} to {int(ids.max())}, but "
-            f"{least} to {most} fit the logits: correct them"
-        )
-
-
 def argmax(
     kernels: Kernels,
     version: str,
@@ -109,7 +95,7 @@ def argmax(
     Args:
         kernels: From argmax.cu.
         version: "v1" to "v3".
-        largest: Like a column of the logits, [num_rows].
+        largest: [num_rows], of the type of the logits.
         ids: [num_rows] int64.
         logits: [num_rows, vocab_size]; rows may lie apart.
         part_size: Scores that a block of v3 looks at.
@@ -157,7 +143,7 @@ def check_requests(
     check_columns(num_rows, largest=(largest, logits.dtype))
     check_columns(len(rows), rows=(rows, torch.int64))
     check_columns(len(rows), temperatures=(temperatures, torch.float64))
-    check_ids("rows", rows, 0, num_rows - 1)
+    check_numbers("rows", rows, 0, num_rows - 1)
 
 
 def draw(
@@ -195,7 +181,7 @@ def draw(
     check_columns(num_sampled, uniforms=(uniforms, torch.float64))
     check_columns(num_cut, last_ids=(last_ids, torch.int64))
     check_columns(num_cut, rows=(rows[:num_cut], torch.int64))
-    check_ids("last_ids", last_ids, 0, size - 1)
+    check_numbers("last_ids", last_ids, 0, size - 1)
     kind = cuda_type(logits)
     if num_sampled == 0:
         return
@@ -256,7 +242,7 @@ def cut(
     check_columns(num_cut, top_k=(top_k, torch.int64), last_ids=(last_ids, torch.int64))
     check_columns(num_cut, min_p=(min_p, torch.float64), top_p=(top_p, torch.float64))
     check_columns(num_cut, rows=(rows[:num_cut], torch.int64))
-    check_ids("top_k", top_k, 1, size)
+    check_numbers("top_k", top_k, 1, size)
     kind = cuda_type(logits)
     if num_cut == 0:
         return

@@ -95,7 +95,6 @@ def test_packs_of_a_warp_move_no_byte_too_many():
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", [*NORMS[2:], *SOFTMAXES[1:]], ids=str)
 @pytest.mark.parametrize("case", [*NORMS[2:], *SOFTMAXES[1:], *TILES], ids=str)
 def test_shared_memory_is_never_asked_twice(case):
     (trace,) = traced(case)
