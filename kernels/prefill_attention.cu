@@ -405,7 +405,8 @@ __global__ void prefill_attention_v4(T* out, const T* q, const T* k_cache,
     load_tile<HEAD_DIM, BLOCK_SIZE, WIDTH, STRIDE>(tile, v_cache, block_ids, start, end,
                                                    num_kv_heads, kv_head);
     __syncthreads();
-    // A matrix whose rows are all `shrink` lies in the lanes as the results do.
+    // Each row of this matrix is filled with the row's `shrink`. Loaded like the
+    // results, it has each factor where the number is that it belongs to.
     load_matrix_sync(matrix, my_scores, SCORE_STRIDE, mem_row_major);
     for (int dim = 0; dim < HEAD_DIM; dim += SIDE) {
       auto& part = mixed[dim / SIDE];

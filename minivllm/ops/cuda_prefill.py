@@ -56,7 +56,7 @@ def why_not_version(version: str, head_dim: int, dtype: torch.dtype) -> str | No
     num_bytes = head_dim * dtype.itemsize
     if version == "v4":
         if dtype.itemsize != 2:
-            return f"tensor cores take numbers of 16 bits, not {dtype}"
+            return f"it multiplies numbers of 16 bits, not {dtype}"
         if head_dim % SIDE or head_dim > MAX_HEAD_DIM:
             return f"it takes heads of {SIDE}, {2 * SIDE}, ... {MAX_HEAD_DIM} numbers"
     elif version in ("v2", "v3") and num_bytes > MAX_HEAD_BYTES:
@@ -288,17 +288,24 @@ class KernelPrefill:
         kv_cache: Tensor,
         group_size: int,
     ) -> None:
-        # Once per step, for all layers: kernels index in 32 bits. The queries of a
-        # piece are neighbours, and a shorter piece repeats its last one.
+        """Prepare what all layers share, from what `PaddedAttention` takes.
+
+        The queries of a piece are neighbours in the batch, so its first row and its
+        last one say it all; a shorter piece repeats its last one.
+        """
         self.rows = rows.flatten()
         self.max_query_len = rows.shape[1]
-        self.starts = rows.select(1, 0).int()
+        self.starts = rows.select(1, 0).int()  # kernels index in 32 bits
         self.ends = (rows.select(1, -1) + 1).int()
         self.seq_lens = (positions.select(1, -1) + 1).int()
         self.block_table = block_table.int()
 
     def attend(self, q: Tensor, kv_cache: Tensor, scale: float) -> Tensor:
-        """Attend to keys in the cache; returns the queries of the pieces, like q."""
+        """Attend to keys in the cache of a layer.
+
+        Returns:
+            [num_pieces * max_query_len, num_heads, head_dim], in the order of rows.
+        """
         tables = (self.starts, self.ends, self.block_table, self.seq_lens)
         limits = (self.max_query_len, scale)
         out = prefill_attention_of(q, kv_cache, *tables, *limits)

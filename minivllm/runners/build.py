@@ -238,7 +238,7 @@ def torch_runner(decoder: "Decoder", cache: CacheConfig, vocab_size: int) -> Run
     num_blocks = count_blocks(cache, spec, weight.itemsize, free_bytes)
     runner = TorchRunner(
         decoder,
-        num_blocks=num_blocks + (not reason),  # one is for padding
+        num_blocks=num_blocks if reason else num_blocks + 1,  # one is for padding
         vocab_size=vocab_size,
         **lengths,
     )

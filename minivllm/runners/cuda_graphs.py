@@ -32,7 +32,9 @@ from minivllm.ops.paged_attention import PaddedAttention
 from minivllm.ops.registry import choose_for
 from minivllm.runners.attention_metadata import Batch
 
-MAX_GRAPH_LEN = 8192  # tokens of the longest text that graphs are for
+# Tokens of the longest text that graphs are for. Each launch of attention is recorded
+# with enough thread blocks for it, however short the texts of a step are.
+MAX_GRAPH_LEN = 8192
 
 Function = Callable[[], Tensor]
 
@@ -147,6 +149,9 @@ class DecodeGraphs:
             size: In rows.
             numbers: input_ids, positions and slot_mapping, [3, num_rows].
             block_table: -1 where a request has no more, [num_rows, num_blocks].
+
+        Returns:
+            The numbers of `views(size)`, one behind another, int64.
         """
         num_rows, num_blocks = block_table.shape
         rows = np.zeros((3, size), dtype=np.int64)
@@ -169,7 +174,7 @@ class DecodeGraphs:
         )
 
     def inputs(self, batch: Batch) -> np.ndarray:
-        """Return what `replay` needs on the device, int64."""
+        """Return what `replay` needs on the device: see `padded`."""
         num_rows = len(batch.input_ids)
         size = next(size for size in self.sizes if size >= num_rows)
         metadata = batch.attention
@@ -182,6 +187,9 @@ class DecodeGraphs:
         Args:
             inputs: From `inputs`, on the device.
             num_rows: Without padding.
+
+        Returns:
+            [num_rows, vocab_size].
         """
         self.memory.narrow(0, 0, len(inputs)).copy_(inputs)
         size = len(inputs) // (3 + self.max_num_blocks)
@@ -210,7 +218,7 @@ class GraphRecorder:
         with torch.cuda.stream(self.stream):
             function()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile: what they do is not recorded.
+        # Otherwise what other threads do on the GPU meanwhile might be an error.
         with torch.cuda.graph(
             graph,
             pool=self.pool,
