@@ -187,49 +187,73 @@ static inline floats load_lanes(const bfloat16* from) {
   return (floats)(__builtin_convertvector(x, words) << 16);
 }
 
-static inline float sum_of_lanes(floats x) {
-  eight parts[2];
-  memcpy(parts, &x, sizeof x);
-  eight sum = parts[0] + parts[1];
-  four quarters[2];
-  memcpy(quarters, &sum, sizeof sum);
-  four rest = quarters[0] + quarters[1];
-  return (rest[0] + rest[1]) + (rest[2] + rest[3]);
-}
+// The lanes of a and b in another order: 0 to 15 are those of a, 16 to 31 those of b.
+#ifdef __clang__
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t ints __attribute__((vector_size(64)));
+#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#endif
 
-// Calls for some rows of memory, which will be needed soon.
-static inline void prefetch(const void* from, int64_t rows, int64_t row_bytes,
-                            int64_t stride_bytes) {
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t i = 0; i < row_bytes; i += 64)
-      __builtin_prefetch((const char*)from + row * stride_bytes + i);
+// The sum of the lanes of each of four: in every step, halves are added to halves.
+static inline four sums_of_lanes(const floats* x) {
+  auto pairs = [](floats a, floats b) {  // a0 + a2, b0 + b2, a1 + a3, b1 + b3, ...
+    return LANES_OF(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           LANES_OF(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  };
+  floats a = pairs(x[0], x[1]), b = pairs(x[2], x[3]);
+  floats quads =  // of each x, four lanes
+      LANES_OF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+      LANES_OF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  eight halves[2];
+  memcpy(halves, &quads, sizeof quads);
+  eight half = halves[0] + halves[1];
+  four quarters[2];
+  memcpy(quarters, &half, sizeof half);
+  return quarters[0] + quarters[1];
 }
 
 // scores[query][key] for the keys of a block and the queries that share their head.
+// Calls for as many rows from `next` on, which will be needed soon.
 template <int QUERIES, class T>
-static inline void score(const float* queries, const T* keys, int64_t num_keys,
-                         int64_t stride, int64_t dim, float* scores,
+static inline void score(const float* queries, const T* keys, const T* next,
+                         int64_t num_keys, int64_t stride, int64_t dim, float* scores,
                          int64_t width) {
-  for (int64_t key = 0; key < num_keys; key++) {
-    floats sums[QUERIES] = {};
+  for (int64_t key = 0; key < num_keys; key += 4) {
+    int64_t count = std::min<int64_t>(4, num_keys - key);
+    const T* rows[4];  // the last key may stand in for those that are missing
+    for (int64_t i = 0; i < 4; i++)
+      rows[i] = keys + (key + std::min(i, count - 1)) * stride;
+    floats sums[QUERIES][4] = {};
     for (int64_t i = 0; i < dim; i += LANES) {
-      floats k = load_lanes(keys + key * stride + i);
-      for (int q = 0; q < QUERIES; q++)
-        sums[q] += load_lanes(queries + q * dim + i) * k;
+      floats k[4];
+      for (int j = 0; j < 4; j++) {
+        k[j] = load_lanes(rows[j] + i);
+        if (i * sizeof(T) % 64 == 0) __builtin_prefetch(next + (rows[j] - keys) + i);
+      }
+      for (int q = 0; q < QUERIES; q++) {
+        floats query = load_lanes(queries + q * dim + i);
+        for (int j = 0; j < 4; j++) sums[q][j] += query * k[j];
+      }
     }
-    for (int q = 0; q < QUERIES; q++) scores[q * width + key] = sum_of_lanes(sums[q]);
+    for (int q = 0; q < QUERIES; q++) {
+      four sum = sums_of_lanes(sums[q]);
+      memcpy(scores + q * width + key, &sum, count * sizeof(float));
+    }
   }
 }
 
 // mixed[query] += the values of a block, each times its score.
 template <int QUERIES, class T>
 static inline void mix(const float* scores, int64_t width, const T* values,
-                       int64_t num_keys, int64_t stride, int64_t dim, float* mixed) {
+                       const T* next, int64_t num_keys, int64_t stride, int64_t dim,
+                       float* mixed) {
   for (int64_t i = 0; i < dim; i += LANES) {
     floats sums[QUERIES];
     for (int q = 0; q < QUERIES; q++) sums[q] = load_lanes(mixed + q * dim + i);
     for (int64_t key = 0; key < num_keys; key++) {
       floats v = load_lanes(values + key * stride + i);
+      if (i * sizeof(T) % 64 == 0) __builtin_prefetch(next + key * stride + i);
       for (int q = 0; q < QUERIES; q++) sums[q] += scores[q * width + key] * v;
     }
     for (int q = 0; q < QUERIES; q++)
@@ -237,6 +261,7 @@ static inline void mix(const float* scores, int64_t width, const T* values,
   }
 }
 
+// Of a whole number of vectors: one number at a time is slow.
 static inline void softmax(float* scores, int64_t count) {
   float largest = scores[0], sum = 0;
 #pragma omp simd reduction(max : largest)
@@ -282,10 +307,11 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
       for (int64_t part = 0; part < parts; part++) {
         int64_t count = last[i] + 1, first_kv_head = part * kv_heads;
         int64_t first_head = first_kv_head * group;
-        memory.resize(heads * (2 * dim + count));
+        int64_t whole = (count + LANES - 1) / LANES * LANES;
+        memory.resize(heads * (2 * dim + whole));
         float* queries = memory.data();
         float* mixed = queries + heads * dim;
-        float* scores = mixed + heads * dim;  // [heads][count]
+        float* scores = mixed + heads * dim;  // [heads][whole]
         const T* from = q + rows[i] * q_stride + first_head * dim;
         for (int64_t j = 0; j < heads * dim; j++) {
           queries[j] = load(from[j]) * scale;
@@ -295,10 +321,10 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
           int64_t index = table[i * width + key / block_size];
           return pool + index * block_size * stride + first_kv_head * dim;
         };
-        auto prefetch_block = [&](const T* pool, int64_t key) {
-          if (key < count)
-            prefetch(block(pool, key), std::min(block_size, count - key),
-                     kv_heads * dim * sizeof(T), stride * sizeof(T));
+        // The block behind the one of a key; behind the last one comes a first one.
+        auto next_block = [&](const T* pool, int64_t key) {
+          key += block_size;
+          return key < count ? block(pool, key) : block(values, 0);
         };
         // Up to four query heads of the same key head.
         auto at_once = [&](int64_t head) {
@@ -306,25 +332,25 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
         };
 
         for (int64_t key = 0; key < count; key += block_size) {
-          prefetch_block(keys, key + block_size);
-          const T* k = block(keys, key);
+          const T *k = block(keys, key), *next = next_block(keys, key);
           int64_t num_keys = std::min(block_size, count - key);
           for (int64_t head = 0; head < heads; head += at_once(head))
             WITH_QUERIES(at_once(head), score, queries + head * dim,
-                         k + head / group * dim, num_keys, stride, dim,
-                         scores + head * count + key, count)
+                         k + head / group * dim, next + head / group * dim, num_keys,
+                         stride, dim, scores + head * whole + key, whole)
         }
-        prefetch_block(values, 0);
-        for (int64_t head = 0; head < heads; head++)
-          softmax(scores + head * count, count);
+        for (int64_t head = 0; head < heads; head++) {
+          std::fill(scores + head * whole + count, scores + (head + 1) * whole,
+                    -INFINITY);
+          softmax(scores + head * whole, whole);
+        }
         for (int64_t key = 0; key < count; key += block_size) {
-          prefetch_block(values, key + block_size);
-          const T* v = block(values, key);
+          const T *v = block(values, key), *next = next_block(values, key);
           int64_t num_keys = std::min(block_size, count - key);
           for (int64_t head = 0; head < heads; head += at_once(head))
-            WITH_QUERIES(at_once(head), mix, scores + head * count + key, count,
-                         v + head / group * dim, num_keys, stride, dim,
-                         mixed + head * dim)
+            WITH_QUERIES(at_once(head), mix, scores + head * whole + key, whole,
+                         v + head / group * dim, next + head / group * dim, num_keys,
+                         stride, dim, mixed + head * dim)
         }
         T* to = y + (i * num_heads + first_head) * dim;
         for (int64_t j = 0; j < heads * dim; j++) store(to + j, mixed[j]);
@@ -668,19 +694,19 @@ static void attend_piece(const Piece& piece, const uint32_t* keys,
 
     float totals[TILE];
     for (int64_t row = 0; row < rows; row++) {
-      const float* of = scores + row * width;
+      float* of = scores + row * width;
+      // What is not seen has no share, and whole vectors are quicker than a rest.
+      std::fill(of + visible[row], of + end, -INFINITY);
       float largest = of[0], total = 0;
 #pragma omp simd reduction(max : largest)
-      for (int64_t i = 0; i < visible[row]; i++)
-        largest = of[i] > largest ? of[i] : largest;
+      for (int64_t i = 0; i < end; i++) largest = of[i] > largest ? of[i] : largest;
       bfloat16* to = shares + row * width;
 #pragma omp simd reduction(+ : total)
-      for (int64_t i = 0; i < visible[row]; i++) {
-        float share = exponential((of[i] - largest) * scale);
+      for (int64_t i = 0; i < end; i++) {
+        float share = of[i] == -INFINITY ? 0 : exponential((of[i] - largest) * scale);
         store(to + i, share);
         total += share;
       }
-      memset(to + visible[row], 0, (end - visible[row]) * sizeof(bfloat16));
       totals[row] = total;
     }
     finish_writing();
