@@ -12,6 +12,9 @@
 #include <vector>
 
 #include <omp.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 struct bfloat16 {
   uint16_t bits;
@@ -196,13 +199,13 @@ typedef int32_t ints __attribute__((vector_size(64)));
 #endif
 
 // The sum of the lanes of each of four: in every step, halves are added to halves.
-static inline four sums_of_lanes(const floats* x) {
+static inline four sums_of_lanes(floats x, floats y, floats z, floats w) {
   auto pairs = [](floats a, floats b) {  // a0 + a2, b0 + b2, a1 + a3, b1 + b3, ...
     return LANES_OF(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
            LANES_OF(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   };
-  floats a = pairs(x[0], x[1]), b = pairs(x[2], x[3]);
-  floats quads =  // of each x, four lanes
+  floats a = pairs(x, y), b = pairs(z, w);
+  floats quads =  // of each of them, four lanes
       LANES_OF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
       LANES_OF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
   eight halves[2];
@@ -213,39 +216,76 @@ static inline four sums_of_lanes(const floats* x) {
   return quarters[0] + quarters[1];
 }
 
+// How the numbers of a type are multiplied: as what, how many at a time, and how added.
+template <class T>
+struct Products {
+  using Number = float;
+  static constexpr int64_t LENGTH = LANES;
+  template <class From>
+  static floats load(const From* from, int64_t) {
+    return load_lanes(from);
+  }
+  static floats add(floats sum, floats a, floats b) { return sum + a * b; }
+};
+
+#ifdef __AVX512BF16__
+// Pairs of bfloat16, each of which adds its two products to a sum in float32.
+static inline __m512i load_pairs(const bfloat16* from, int64_t count) {
+  __mmask32 mask = count >= 2 * LANES ? ~0u : (1u << count) - 1;
+  return _mm512_maskz_loadu_epi16(mask, from);
+}
+
+static inline floats add_pairs(floats sum, __m512i a, __m512i b) {
+  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+template <>
+struct Products<bfloat16> {
+  using Number = bfloat16;
+  static constexpr int64_t LENGTH = 2 * LANES;
+  static __m512i load(const bfloat16* from, int64_t rest) {
+    return load_pairs(from, rest);
+  }
+  static floats add(floats sum, __m512i a, __m512i b) { return add_pairs(sum, a, b); }
+};
+#endif
+
 // scores[query][key] for the keys of a block and the queries that share their head.
 // Calls for as many rows from `next` on, which will be needed soon.
-template <int QUERIES, class T>
-static inline void score(const float* queries, const T* keys, const T* next,
-                         int64_t num_keys, int64_t stride, int64_t dim, float* scores,
-                         int64_t width) {
+template <int QUERIES, class T, class Number>
+static inline void score(const Number* queries, const T* keys, const T* next,
+                         int64_t num_keys, int64_t stride, int64_t dim, float scale,
+                         float* scores, int64_t width) {
+  using P = Products<T>;
   for (int64_t key = 0; key < num_keys; key += 4) {
-    int64_t count = std::min<int64_t>(4, num_keys - key);
     const T* rows[4];  // the last key may stand in for those that are missing
     for (int64_t i = 0; i < 4; i++)
-      rows[i] = keys + (key + std::min(i, count - 1)) * stride;
-    floats sums[QUERIES][4] = {};
-    for (int64_t i = 0; i < dim; i += LANES) {
-      floats k[4];
-      for (int j = 0; j < 4; j++) {
-        k[j] = load_lanes(rows[j] + i);
-        if (i * sizeof(T) % 64 == 0) __builtin_prefetch(next + (rows[j] - keys) + i);
-      }
+      rows[i] = keys + std::min(key + i, num_keys - 1) * stride;
+    floats a[QUERIES] = {}, b[QUERIES] = {}, c[QUERIES] = {}, d[QUERIES] = {};
+    for (int64_t i = 0; i < dim; i += P::LENGTH) {
+      auto k0 = P::load(rows[0] + i, dim - i), k1 = P::load(rows[1] + i, dim - i);
+      auto k2 = P::load(rows[2] + i, dim - i), k3 = P::load(rows[3] + i, dim - i);
+      if (i * sizeof(T) % 64 == 0)
+        for (const T* row : rows) __builtin_prefetch(next + (row - keys) + i);
+#pragma GCC unroll 4
       for (int q = 0; q < QUERIES; q++) {
-        floats query = load_lanes(queries + q * dim + i);
-        for (int j = 0; j < 4; j++) sums[q][j] += query * k[j];
+        auto query = P::load(queries + q * dim + i, dim - i);
+        a[q] = P::add(a[q], query, k0), b[q] = P::add(b[q], query, k1);
+        c[q] = P::add(c[q], query, k2), d[q] = P::add(d[q], query, k3);
       }
     }
+#pragma GCC unroll 4
     for (int q = 0; q < QUERIES; q++) {
-      four sum = sums_of_lanes(sums[q]);
-      memcpy(scores + q * width + key, &sum, count * sizeof(float));
+      // All four: those behind the last key are overwritten later.
+      four sum = sums_of_lanes(a[q], b[q], c[q], d[q]) * scale;
+      memcpy(scores + q * width + key, &sum, sizeof sum);
     }
   }
 }
 
-// mixed[query] += the values of a block, each times its score.
+// mixed[query] += the values of a block, each times its share.
 template <int QUERIES, class T>
-static inline void mix(const float* scores, int64_t width, const T* values,
+static inline void mix(const float* shares, int64_t width, const T* values,
                        const T* next, int64_t num_keys, int64_t stride, int64_t dim,
                        float* mixed) {
   for (int64_t i = 0; i < dim; i += LANES) {
@@ -254,15 +294,55 @@ static inline void mix(const float* scores, int64_t width, const T* values,
     for (int64_t key = 0; key < num_keys; key++) {
       floats v = load_lanes(values + key * stride + i);
       if (i * sizeof(T) % 64 == 0) __builtin_prefetch(next + key * stride + i);
-      for (int q = 0; q < QUERIES; q++) sums[q] += scores[q * width + key] * v;
+      for (int q = 0; q < QUERIES; q++) sums[q] += shares[q * width + key] * v;
     }
     for (int q = 0; q < QUERIES; q++)
       memcpy(mixed + q * dim + i, &sums[q], sizeof(floats));
   }
 }
 
+#ifdef __AVX512BF16__
+// The same for pairs of keys.
+template <int QUERIES>
+static inline void mix(const bfloat16* shares, int64_t width, const bfloat16* values,
+                       const bfloat16* next, int64_t num_keys, int64_t stride,
+                       int64_t dim, float* mixed) {
+  for (int64_t i = 0; i < dim; i += 2 * LANES) {
+    floats low[QUERIES] = {}, high[QUERIES] = {};
+    for (int64_t key = 0; key < num_keys; key += 2) {
+      const bfloat16* row = values + key * stride + i;
+      __m512i even = load_pairs(row, dim - i);
+      __m512i odd = load_pairs(row + stride, key + 1 < num_keys ? dim - i : 0);
+      __builtin_prefetch(next + key * stride + i);
+      __builtin_prefetch(next + (key + 1) * stride + i);
+      // Of each eight numbers: the first four with their partners, and the others.
+      __m512i first = _mm512_unpacklo_epi16(even, odd);
+      __m512i second = _mm512_unpackhi_epi16(even, odd);
+#pragma GCC unroll 4
+      for (int q = 0; q < QUERIES; q++) {
+        int pair;
+        memcpy(&pair, shares + q * width + key, sizeof pair);
+        low[q] = add_pairs(low[q], first, _mm512_set1_epi32(pair));
+        high[q] = add_pairs(high[q], second, _mm512_set1_epi32(pair));
+      }
+    }
+    for (int q = 0; q < QUERIES; q++) {
+      floats a = low[q], b = high[q], parts[2] = {
+          LANES_OF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+          LANES_OF(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
+      for (int part = 0; part < 2 && i + part * LANES < dim; part++) {
+        float* to = mixed + q * dim + i + part * LANES;
+        parts[part] += load_lanes(to);
+        memcpy(to, &parts[part], sizeof(floats));
+      }
+    }
+  }
+}
+#endif
+
 // Of a whole number of vectors: one number at a time is slow.
-static inline void softmax(float* scores, int64_t count) {
+template <class Number>
+static inline void softmax(float* scores, Number* shares, int64_t count) {
   float largest = scores[0], sum = 0;
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < count; i++)
@@ -272,7 +352,9 @@ static inline void softmax(float* scores, int64_t count) {
     scores[i] = exponential(scores[i] - largest);
     sum += scores[i];
   }
-  for (int64_t i = 0; i < count; i++) scores[i] /= sum;
+  float one = 1 / sum;
+#pragma omp simd
+  for (int64_t i = 0; i < count; i++) store(shares + i, scores[i] * one);
 }
 
 // Calls `function<n>(...)` for 1 <= n <= 4 known when the program runs.
@@ -294,6 +376,7 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
                             const int64_t* rows, const int64_t* last, T* y, int64_t num,
                             int64_t num_heads, int64_t num_kv_heads, int64_t dim,
                             int64_t block_size, float scale, int threads) {
+  using Number = typename Products<T>::Number;
   int64_t group = num_heads / num_kv_heads, stride = num_kv_heads * dim;
   // A task is a query with all its heads, whose keys are neighbours in memory; with few
   // queries, one key head of it.
@@ -301,20 +384,24 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
   int64_t kv_heads = num_kv_heads / parts, heads = kv_heads * group;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> memory;
+    std::vector<float> floats_memory;
+    std::vector<Number> memory;
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t i = 0; i < num; i++) {
       for (int64_t part = 0; part < parts; part++) {
         int64_t count = last[i] + 1, first_kv_head = part * kv_heads;
         int64_t first_head = first_kv_head * group;
-        int64_t whole = (count + LANES - 1) / LANES * LANES;
-        memory.resize(heads * (2 * dim + whole));
-        float* queries = memory.data();
-        float* mixed = queries + heads * dim;
+        // Whole vectors, and room for three scores behind the last one.
+        int64_t whole = (count + 3 + LANES - 1) / LANES * LANES;
+        floats_memory.resize(heads * (dim + whole));
+        float* mixed = floats_memory.data();
         float* scores = mixed + heads * dim;  // [heads][whole]
+        memory.resize(heads * (dim + whole) + 1);  // a pair begins at the last share
+        Number* queries = memory.data();
+        Number* shares = queries + heads * dim;  // [heads][whole]
         const T* from = q + rows[i] * q_stride + first_head * dim;
         for (int64_t j = 0; j < heads * dim; j++) {
-          queries[j] = load(from[j]) * scale;
+          store(queries + j, load(from[j]));
           mixed[j] = 0;
         }
         auto block = [&](const T* pool, int64_t key) {
@@ -337,18 +424,18 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
           for (int64_t head = 0; head < heads; head += at_once(head))
             WITH_QUERIES(at_once(head), score, queries + head * dim,
                          k + head / group * dim, next + head / group * dim, num_keys,
-                         stride, dim, scores + head * whole + key, whole)
+                         stride, dim, scale, scores + head * whole + key, whole)
         }
         for (int64_t head = 0; head < heads; head++) {
           std::fill(scores + head * whole + count, scores + (head + 1) * whole,
                     -INFINITY);
-          softmax(scores + head * whole, whole);
+          softmax(scores + head * whole, shares + head * whole, whole);
         }
         for (int64_t key = 0; key < count; key += block_size) {
           const T *v = block(values, key), *next = next_block(values, key);
           int64_t num_keys = std::min(block_size, count - key);
           for (int64_t head = 0; head < heads; head += at_once(head))
-            WITH_QUERIES(at_once(head), mix, scores + head * whole + key, whole,
+            WITH_QUERIES(at_once(head), mix, shares + head * whole + key, whole,
                          v + head / group * dim, next + head / group * dim, num_keys,
                          stride, dim, mixed + head * dim)
         }
@@ -459,7 +546,6 @@ extern "C" void linear_float32(const float* x, const float* weight, float* y,
 // The product of bfloat16 rows with a weight in panels, for processors that have the
 // instructions: AVX-512 for up to two rows, which waits for memory only, AMX for more.
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -628,10 +714,10 @@ extern "C" void linear_bfloat16(const bfloat16* x, const bfloat16* weight,
 // values for the product with shares, [keys / 32][dim / 16][16 pairs][16 dims][2];
 // the last ones are filled up with zeros.
 static void pack_keys(const bfloat16* from, int64_t key, int64_t dim, uint32_t* to) {
-  for (int64_t pair = 0; pair < dim / 2; pair++) {
-    int64_t tile = key / LANES * (dim / INPUTS) + pair / TILE;
-    memcpy(to + tile * SUMS + pair % TILE * LANES + key % LANES, from + 2 * pair, 4);
-  }
+  to += key / LANES * dim / INPUTS * SUMS + key % LANES;
+  for (int64_t i = 0; i < dim; i += INPUTS, to += SUMS)
+    for (int64_t pair = 0; pair < TILE; pair++)
+      memcpy(to + pair * LANES, from + i + 2 * pair, 4);
 }
 
 static void pack_values(const bfloat16* even, const bfloat16* odd, int64_t key,
@@ -753,6 +839,7 @@ extern "C" void prefill_attention_bfloat16(
     static thread_local std::vector<uint32_t> packed_keys, packed_values;
     static thread_local std::vector<float> floats_memory;
     static thread_local std::vector<bfloat16> halves_memory;
+    static thread_local std::vector<int64_t> places;
     std::vector<bfloat16> zeros(dim, bfloat16{0});
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t i = 0; i < num; i++) {
@@ -764,16 +851,18 @@ extern "C" void prefill_attention_bfloat16(
           // Some of the last places may stay empty.
           std::fill_n(packed->begin() + last, INPUTS * dim / 2, 0);
         }
-        auto place = [&](const bfloat16* pool, int64_t key) {
-          int64_t slot = table[i * width + key / block_size] * block_size;
-          return pool + (slot + key % block_size) * stride + kv_head * dim;
-        };
+        places.clear();  // where in both pools a key and its value begin
+        for (int64_t block = 0; int64_t(places.size()) < num_keys[i]; block++)
+          for (int64_t slot = 0; slot < block_size; slot++) {
+            int64_t token = table[i * width + block] * block_size + slot;
+            places.push_back(token * stride + kv_head * dim);
+          }
         for (int64_t key = 0; key < num_keys[i]; key++)
-          pack_keys(place(keys, key), key, dim, packed_keys.data());
+          pack_keys(keys + places[key], key, dim, packed_keys.data());
         for (int64_t key = 0; key < num_keys[i]; key += 2) {
           bool has_odd = key + 1 < num_keys[i];
-          const bfloat16* odd = has_odd ? place(values, key + 1) : zeros.data();
-          pack_values(place(values, key), odd, key, dim, packed_values.data());
+          const bfloat16* odd = has_odd ? values + places[key + 1] : zeros.data();
+          pack_values(values + places[key], odd, key, dim, packed_values.data());
         }
         int64_t head = kv_head * group;
         Piece piece = {q + starts[i] * q_stride + head * dim,
