@@ -452,8 +452,8 @@ static constexpr int MOST_ROWS = 8, MOST_PANELS = 3;  // 24 of 32
 #else
 static constexpr int MOST_ROWS = 6, MOST_PANELS = 1;  // 12 of 16, of half the size
 #endif
-static constexpr int64_t FLOATS_AT_ONCE = 192;   // inputs of some panels: first cache
-static constexpr int64_t FLOAT_ROWS_AT_ONCE = 128;  // rows: second cache
+static constexpr int64_t INPUTS_AT_ONCE = 288;      // of three panels: 54 KiB
+static constexpr int64_t FLOATS_AT_ONCE = 1 << 18;  // of rows: 1 MiB
 
 // y [rows, out] = x [rows, in] W^T; weight [out / 16][in][16], filled up with anything
 struct Product {
@@ -461,6 +461,14 @@ struct Product {
   float* y;
   int64_t rows, in, out;
 };
+
+// A vector, or its first columns: a size that is known is much quicker to copy.
+static inline void copy_lanes(void* to, const void* from, int64_t columns) {
+  if (columns >= LANES)
+    memcpy(to, from, sizeof(floats));
+  else if (columns > 0)
+    memcpy(to, from, columns * sizeof(float));
+}
 
 // Adds the products of the inputs from .. to, for some rows and panels; the first
 // inputs begin the sums.
@@ -470,14 +478,12 @@ static void multiply_floats(const Product& p, int64_t row, int64_t panel, int64_
   const float* x = p.x + row * p.in;
   const float* weight = p.weight + panel * p.in * LANES;
   float* y = p.y + row * p.out + panel * LANES;
-  int64_t bytes[PANELS];  // of a panel in y: the last one may have fewer columns
-  for (int i = 0; i < PANELS; i++)
-    bytes[i] = 4 * std::min<int64_t>(LANES, p.out - (panel + i) * LANES);
+  int64_t columns = p.out - panel * LANES;  // the last panel may have fewer
   floats sums[ROWS][PANELS] = {};
   if (from > 0)
     for (int r = 0; r < ROWS; r++)
       for (int i = 0; i < PANELS; i++)
-        memcpy(&sums[r][i], y + r * p.out + i * LANES, bytes[i]);
+        copy_lanes(&sums[r][i], y + r * p.out + i * LANES, columns - i * LANES);
   for (int64_t input = from; input < to; input++) {
     floats weights[PANELS];
 #pragma GCC unroll 8
@@ -491,7 +497,7 @@ static void multiply_floats(const Product& p, int64_t row, int64_t panel, int64_
   }
   for (int r = 0; r < ROWS; r++)
     for (int i = 0; i < PANELS; i++)
-      memcpy(y + r * p.out + i * LANES, &sums[r][i], bytes[i]);
+      copy_lanes(y + r * p.out + i * LANES, &sums[r][i], columns - i * LANES);
 }
 
 // The same for a number of rows, 1 .. ROWS, that is known when the program runs.
@@ -507,9 +513,10 @@ static void multiply_rows(int64_t rows, const Product& p, int64_t row, int64_t p
 // Panels panel .. end of a product. Few rows take all inputs at a time.
 template <int ROWS, int PANELS>
 static void multiply_panels(const Product& p, int64_t panel, int64_t end) {
-  int64_t inputs = p.rows > 2 * ROWS ? FLOATS_AT_ONCE : p.in;
-  for (int64_t first = 0; first < p.rows; first += FLOAT_ROWS_AT_ONCE) {
-    int64_t rows = std::min(p.rows - first, FLOAT_ROWS_AT_ONCE);
+  int64_t inputs = p.rows > 2 * ROWS ? INPUTS_AT_ONCE : p.in;
+  int64_t rows_at_once = std::max<int64_t>(FLOATS_AT_ONCE / p.in, ROWS);
+  for (int64_t first = 0; first < p.rows; first += rows_at_once) {
+    int64_t rows = std::min(p.rows - first, rows_at_once);
     int64_t parts = (rows + ROWS - 1) / ROWS;
     for (int64_t i = panel; i < end;) {
       bool is_last = i + PANELS > end;  // what is left over, one by one

@@ -243,7 +243,7 @@ both_types = pytest.mark.parametrize(
 @pytest.mark.parametrize("num_outputs", [1, 16, 33, 64, 100, 960])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 49, 130])
 def test_products(num_rows, num_outputs, has_bias, dtype, numbers, threads):
-    for num_inputs in (1, 31, 32, 64, 192, 193, 576):
+    for num_inputs in (1, 31, 32, 64, 288, 289, 576):
         x = torch.randn(num_rows, num_inputs, generator=numbers).to(dtype)
         weight = torch.randn(num_outputs, num_inputs, generator=numbers).to(dtype)
         bias = torch.randn(num_outputs, generator=numbers).to(dtype)
