@@ -36,10 +36,9 @@ class RequestStatus(enum.Enum):
     FINISHED_ABORTED = "abort"
     FINISHED_ERROR = "error"
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the request has left the engine."""
-        return self._name_.startswith("FINISHED")  # faster than self.name
+    def __init__(self, value: str) -> None:
+        # Whether the request has left the engine. Asked often, so kept.
+        self.is_finished = value not in ("waiting", "running", "preempted")
 
 
 # Of one place of a text: token id -> its logprob and its rank, the token that was taken

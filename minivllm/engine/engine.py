@@ -75,7 +75,10 @@ class RequestState:
     @property
     def is_finished(self) -> bool:
         """Whether all continuations have ended."""
-        return all(c.request.status.is_finished for c in self.continuations)
+        for continuation in self.continuations:  # several times quicker than all(...)
+            if not continuation.request.status.is_finished:
+                return False
+        return True
 
 
 class LLMEngine:
