@@ -347,6 +347,11 @@ def test_the_compiled_backends_are_chosen(op, monkeypatch):
 
 @needs_compiler
 def test_wrong_memory_is_refused_before_cpp_sees_it():
+    for x in (torch.ones(2, 32), torch.ones(2, 512), torch.ones(2, 64).double()):
+        with pytest.raises(AssertionError):
+            CompiledLinear(torch.ones(8, 64))(x)
+    with pytest.raises(AssertionError):
+        CompiledLinear(torch.ones(8, 64).double())
     x = torch.ones(4, 64)[:, ::2]
     with pytest.raises(AssertionError):
         CompiledRMSNorm(torch.ones(32), EPS)(x)

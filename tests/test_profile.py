@@ -289,6 +289,19 @@ def test_timers_change_no_answer(engine):
         assert answer() == expected
 
 
+@pytest.mark.parametrize("limit", [128, 256, 2048])
+def test_all_requests_decode_to_the_end_even_if_prompts_come_late(tiny, limit):
+    engine = make_engine(tiny, "numpy")
+    engine.scheduler.max_num_batched_tokens = limit
+    steps = decoding(engine, 16, num_steps=24)
+    for _ in range(24):
+        next(steps)
+        assert len(engine.scheduler.running) == 16
+        engine.step()
+    steps.close()
+    assert not engine.has_unfinished_requests()
+
+
 def test_a_whole_profile_has_three_kinds_of_step(engine):
     notes = []
     found = profile_engine(engine, Limits(1e9, 1e9), 2, note=notes.append)

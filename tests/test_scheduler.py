@@ -664,3 +664,19 @@ def test_planning_alone_holds_the_books_in_order():
     assert isinstance(scheduler, Scheduler)
     scheduler.schedule()
     assert_books_balance(scheduler.block_manager)
+
+
+def test_another_policy_sorts_those_who_wait():
+    scheduler = make_scheduler(max_num_seqs=1, policy="shortest")
+    lengths = {"a": 9, "b": 3, "c": 7, "d": 2, "e": 5}
+    requests = {name: add(scheduler, name, n) for name, n in lengths.items()}
+    scheduler.policy = POLICIES["mixed"]
+    assert [r.request_id for r in scheduler.waiting] == ["a", "b", "c", "d", "e"]
+    for name in "bdace":
+        scheduler.finish(requests[name], RequestStatus.FINISHED_ABORTED)
+    assert not scheduler.waiting
+
+
+def test_a_policy_of_ones_own_begins_with_something_that_there_is():
+    with pytest.raises(ConfigError, match="first is 'decod' in the policy 'mine'"):
+        find_policy(Policy("mine", first="decod"))

@@ -12,9 +12,10 @@ from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.scheduler import Scheduler
 from minivllm.generation import generate_naive
 from minivllm.models.decoder import Decoder
+from minivllm.ops.paged_attention import PaddedAttention
 from minivllm.request import Request, SchedulerOutput
 from minivllm.runners import attention_groups
-from minivllm.runners.torch_runner import TorchRunner
+from minivllm.runners.torch_runner import RunnerOps, TorchRunner
 from minivllm.sampling.params import SamplingParams
 from tests.parity.tiny import make_llama, spec_of, torch_decoder, weights_of
 
@@ -273,3 +274,15 @@ def test_one_step_on_cuda_mixes_no_devices(temperature):
     assert {result.device.type for result in results} == {"cuda"}
     assert [tuple(result.shape) for result in results[:2]] == [(4, 4), (2, 4)]
     assert tuple(launched.prompts[0][1][0].shape) == (19, 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "expected"),
+    [("torch", "torch", 0), ("other", "torch", 1), ("torch", "other", 8)],
+)
+def test_a_prompt_takes_what_was_chosen_for_prompts(one, many, expected, monkeypatch):
+    """Fresh ones, too: only torch's attention hands them to another function."""
+    ops = object.__new__(RunnerOps)
+    kinds = {"torch": PaddedAttention, "other": object}
+    ops.attention_of_one, ops.attention_of_many = kinds[one], kinds[many]
+    assert min(ops.max_ragged, 8) == expected

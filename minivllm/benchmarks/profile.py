@@ -362,7 +362,10 @@ def decoding(
     """
     assert engine.scheduler.max_num_seqs >= num_requests
     numbers = random.Random(num_requests)
-    max_tokens = WARM_UP + num_steps + 2
+    # Prompts that do not fit into one step come while others answer already.
+    room = max(1, engine.scheduler.max_num_batched_tokens - num_requests)
+    num_prompt_steps = -(-num_requests * NUM_PROMPT_TOKENS // room)
+    max_tokens = num_prompt_steps + WARM_UP + num_steps + 1
     options = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | params
     names = [f"profile {number}" for number in range(num_requests)]
     vocab_size = engine.runner.vocab_size
@@ -376,6 +379,7 @@ def decoding(
         for _ in range(WARM_UP):
             engine.step()
         while True:
+            assert len(scheduler.running) == num_requests
             num_keys = sum(request.num_tokens for request in scheduler.running)
             yield Work(num_requests, num_requests, num_keys, num_keys)
     finally:

@@ -288,7 +288,8 @@ def run_ladder(
         if rung.other_cores is not None and rung.other_cores >= QUIET_CORES:
             print(f"    disturbed: other processes used {rung.other_cores:.2f} cores")
     bars = [Bar(rung.name, rung.rate) for rung in rungs]
-    return [rung.as_json() for rung in rungs], bars
+    settings = {"max_num_seqs": LADDER_BATCH}
+    return [rung.as_json() | settings for rung in rungs], bars
 
 
 def check_workloads(arguments: argparse.Namespace) -> None:
@@ -358,7 +359,8 @@ def run_sampler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     engine.runner.close()
     print(f"{sampler_table(step_s, times)}\n")
     step = {"workload": SAMPLER, "params": "decode step", "ms": step_s * 1e3}
-    return [step, *(row.as_json() for row in times)]
+    records = [step, *(row.as_json() for row in times)]
+    return [record | {"max_num_seqs": NUM_ROWS} for record in records]
 
 
 def run_profile(
@@ -387,4 +389,5 @@ def run_profile(
             "run it again on a quiet machine"
         )
     print()
-    return [profile.as_json() for profile in profiles], profiles
+    settings = {"max_num_seqs": MAX_NUM_SEQS, "enforce_eager": True}
+    return [profile.as_json() | settings for profile in profiles], profiles

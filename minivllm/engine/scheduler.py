@@ -82,6 +82,11 @@ STEP_KINDS: dict[str | None, tuple[str | None, ...]] = {
 def find_policy(policy: str | Policy) -> Policy:
     """Return a policy by its name; a policy of one's own is returned as it is."""
     if isinstance(policy, Policy):
+        if policy.first not in STEP_KINDS:
+            raise ConfigError(
+                f"first is {policy.first!r} in the policy {policy.name!r}, but must be "
+                "'prefill', 'decode' or None"
+            )
         return policy
     if policy not in POLICIES:
         nearest = difflib.get_close_matches(str(policy), POLICIES, n=1)
@@ -136,9 +141,19 @@ class Scheduler:
         # With more requests than tokens per step, some would run and get none.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.policy = find_policy(policy)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.policy = find_policy(policy)
+
+    @property
+    def policy(self) -> Policy:
+        """Who comes first; another one sorts those who wait."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._policy = policy
+        self.waiting.sort(key=self._key)
 
     def add_request(self, request: Request) -> None:
         """Queue a new request; its prompt fits into the cache."""

@@ -275,10 +275,12 @@ class CompiledLinear:
     """A weight in panels; the weight that was given is not kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        is_float32 = weight.dtype == torch.float32
-        assert why_no_product("cpu", "float32" if is_float32 else "bfloat16") is None
-        self.out_features, in_features = weight.shape
-        self.missing = 0 if is_float32 else -in_features % INPUTS
+        self.dtype = weight.dtype
+        name = str(self.dtype).removeprefix("torch.")
+        assert why_no_product("cpu", name) is None
+        is_float32 = self.dtype == torch.float32
+        self.out_features, self.in_features = weight.shape
+        self.missing = 0 if is_float32 else -self.in_features % INPUTS
         padding = (0, self.missing, 0, -self.out_features % LANES)
         weight = F.pad(weight, padding) if any(padding) else weight.contiguous()
         # Two inputs of bfloat16 are neighbours in a panel: they move as one number.
@@ -290,7 +292,8 @@ class CompiledLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [..., out_features] for x [..., in_features]."""
-        rows = x.reshape(-1, x.shape[-1])
+        assert x.dtype == self.dtype and x.shape[-1] == self.in_features
+        rows = x.reshape(-1, self.in_features)
         rows = F.pad(rows, (0, self.missing)) if self.missing else rows.contiguous()
         y = rows.new_empty(len(rows), self.out_features)
         if len(rows):

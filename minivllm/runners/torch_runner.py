@@ -142,9 +142,9 @@ class RunnerOps:
     @property
     def max_ragged(self) -> int:
         """How many queries a piece may have whose keys need no padding."""
-        if self.attention_of_one is PaddedAttention:
-            return 0
-        return 1 if self.attention_of_many is PaddedAttention else MAX_QUERIES
+        if self.attention_of_many is not PaddedAttention:
+            return MAX_QUERIES
+        return 0 if self.attention_of_one is PaddedAttention else 1
 
     def attention(
         self, rows: Tensor, positions: Tensor, block_table: Tensor, kv_cache: Tensor
