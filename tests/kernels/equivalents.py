@@ -59,6 +59,9 @@ EQUIVALENT = {
         "cut.cu BUCKETS: constexpr int BUCKETS = 513;",
         "cut.cu BUCKETS: constexpr int BUCKETS = 511;",
     ],
+    "the buckets are wider: what is in one is settled all the same, but more slowly": [
+        "cut.cu bucket_of: return (row.top - score) / row.temperature / PER_UNIT;",
+    ],
     "crowds of this size are settled in either way": [
         "cut.cu CROWD: constexpr int CROWD = 513;",
         "cut.cu CROWD: constexpr int CROWD = 511;",
