@@ -325,8 +325,22 @@ class SoftmaxCase(Case):
         assert scores.equal(before), "an input was changed"
 
 
+class HeadsCase(Case):
+    """What attends: heads of queries share heads of keys."""
+
+    # Always: one size of blocks, and heads that fill lanes or do not.
+    compiled_for: ClassVar = {"head_dim": [64, 80], "block_size": [16]}
+
+    @classmethod
+    def of(cls, version: str, dtype: str, **values: Any) -> Self:
+        """Make a case; both numbers of heads are one factor."""
+        num_heads, num_kv_heads = values.pop("heads")
+        values |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        return cls(version, dtype, **values)
+
+
 @dataclass(frozen=True)
-class AttentionCase(Case):
+class AttentionCase(HeadsCase):
     """One query per request, keys in blocks that lie anywhere."""
 
     version: str
@@ -341,21 +355,12 @@ class AttentionCase(Case):
     split_size: int = 24  # more keys than teams, and not in step with blocks
     file = "paged_attention.cu"
     versions = ("v1", "v2", "v3", "v4")
-    # Always: one size of blocks, and heads that fill lanes or do not.
-    compiled_for: ClassVar = {"head_dim": [64, 80], "block_size": [16]}
 
     @classmethod
     def factors(cls, version: str) -> dict[str, list[Any]]:
         """Return shapes of caches and of batches."""
         sizes = {"head_dim": HEAD_DIMS, "block_size": BLOCK_SIZES, "heads": HEADS}
         return sizes | {"seq_lens": LENGTHS, "window": WINDOWS}
-
-    @classmethod
-    def of(cls, version: str, dtype: str, **values: Any) -> Self:
-        """Make a case; both numbers of heads are one factor."""
-        num_heads, num_kv_heads = values.pop("heads")
-        values |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        return cls(version, dtype, **values)
 
     @classmethod
     def empty(cls, version: str) -> Self:

@@ -14,7 +14,7 @@ from tests.kernels.cases import (
     HEAD_DIMS,
     HEADS,
     OTHERS,
-    Case,
+    HeadsCase,
     assert_rounded,
     new_memory_is_nan,
     to_numpy,
@@ -27,7 +27,7 @@ Attended = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class PrefillCase(Case):
+class PrefillCase(HeadsCase):
     """Many queries per request, behind cached keys, in blocks that lie anywhere."""
 
     version: str
@@ -41,21 +41,12 @@ class PrefillCase(Case):
     shift: float = 0.0  # added to all scores, which changes no share
     file = "prefill_attention.cu"
     versions = ("v1", "v2", "v3")
-    # Always: one size of blocks, and heads that fill lanes or do not.
-    compiled_for: ClassVar = {"head_dim": [64, 80], "block_size": [16]}
 
     @classmethod
     def factors(cls, version: str) -> dict[str, list[Any]]:
         """Return shapes of caches and of batches."""
         sizes = {"head_dim": HEAD_DIMS, "block_size": BLOCK_SIZES, "heads": HEADS}
         return sizes | {"pieces": PIECES, "window": WINDOWS}
-
-    @classmethod
-    def of(cls, version: str, dtype: str, **values: Any) -> Self:
-        """Make a case; both numbers of heads are one factor."""
-        num_heads, num_kv_heads = values.pop("heads")
-        values |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        return cls(version, dtype, **values)
 
     @classmethod
     def empty(cls, version: str) -> Self:
