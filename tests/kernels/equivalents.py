@@ -191,6 +191,12 @@ PREFILL = {
         "prefill_attention_v3: float shares[NUM * WARPS];",
         "prefill_attention_v3: float scores[NUM * WARPS] = {};",
     ],
+    "no block has so many queries, so the last loop stores none of them": [
+        "prefill_attention_v2: for (int j = 0; j < FEW * WARPS; j++) { (2)",
+        "prefill_attention_v2: for (int j = 0; j <= FEW / WARPS; j++) { (2)",
+        "prefill_attention_v3: for (int j = 0; j < NUM * WARPS; j++) { (4)",
+        "prefill_attention_v3: for (int j = 0; j <= NUM / WARPS; j++) { (4)",
+    ],
     "a block without queries stores nothing": [
         "prefill_attention_v2: if (false) return;",
         "prefill_attention_v2: if (queries.num < 0) return;",
