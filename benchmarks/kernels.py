@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minivllm
-from minivllm.ops import cuda_layers, cuda_prefill, cuda_sampling, reference, rungs
+from minivllm.ops import (
+    cuda_layers,
+    cuda_moe,
+    cuda_prefill,
+    cuda_sampling,
+    moe,
+    reference,
+    rungs,
+)
 from minivllm.ops.draw import draw as draw_in_torch
 from minivllm.ops.launch import KernelFile, why_no_launch
 from minivllm.ops.paged_attention import PaddedAttention
@@ -474,6 +483,162 @@ def prefill_job(
     )
 
 
+def choose_experts(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+    """Return different experts for each token, the same at every call, on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    return scores.topk(top_k).indices
+
+
+def topk_job(
+    dtype: torch.dtype, num_tokens: int, num_experts: int, top_k: int, device: str
+) -> Job:
+    """Return the choice of experts."""
+    kernels = KernelFile("topk_softmax.cu")
+
+    def make() -> dict[str, Call]:
+        logits = torch.randn(num_tokens, num_experts, device=device).to(dtype)
+        weights = torch.empty(num_tokens, top_k, device=device)
+        experts = torch.empty_like(weights, dtype=torch.int64)
+
+        def run(version: str) -> Tensor:
+            given = (kernels, version, weights, experts, logits)
+            cuda_moe.topk_softmax(*given, renormalize=True)
+            return weights
+
+        calls: dict[str, Call] = {v: lambda v=v: run(v) for v in ("v1", "v2")}
+        return calls | {"torch": lambda: moe.topk_softmax(logits, top_k, True)[0]}
+
+    return Job(
+        op="topk_softmax",
+        dtype=dtype,
+        sizes={"num_tokens": num_tokens, "num_experts": num_experts, "top_k": top_k},
+        num_bytes=num_tokens * (dtype.itemsize * num_experts + 12 * top_k),
+        make=make,
+    )
+
+
+def permute_job(num_tokens: int, num_experts: int, top_k: int, device: str) -> Job:
+    """Return the order of some choices."""
+    kernels = KernelFile("moe_permute.cu")
+
+    def make() -> dict[str, Call]:
+        experts = choose_experts(num_tokens, num_experts, top_k).to(device)
+        order = torch.empty_like(experts.flatten())
+        offsets = order.new_empty(num_experts + 1, dtype=torch.int32)
+
+        def run(version: str) -> Tensor:
+            cuda_moe.moe_permute(kernels, version, order, offsets, experts)
+            return order
+
+        calls: dict[str, Call] = {v: lambda v=v: run(v) for v in ("v1", "v2", "v3")}
+        return calls | {"torch": lambda: moe.moe_permute(experts, num_experts)[0]}
+
+    return Job(
+        op="moe_permute",
+        dtype=torch.int64,
+        sizes={"num_tokens": num_tokens, "num_experts": num_experts, "top_k": top_k},
+        num_bytes=16 * num_tokens * top_k + 4 * (num_experts + 1),
+        make=make,
+    )
+
+
+def grouped_job(
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    in_size: int,
+    out_size: int,
+    device: str,
+) -> Job:
+    """Return the products of all experts; torch is told how many rows each has."""
+    kernels = KernelFile("grouped_linear.cu")
+    experts = choose_experts(num_tokens, num_experts, top_k)
+    _, offsets_on_cpu = moe.moe_permute(experts, num_experts)
+    num_rows, bounds = experts.numel(), offsets_on_cpu.tolist()
+
+    def make() -> dict[str, Call]:
+        offsets = offsets_on_cpu.to(device)
+        x = torch.randn(num_rows, in_size, device=device).to(dtype)
+        weight = torch.empty(
+            num_experts, out_size, in_size, dtype=dtype, device=device
+        ).normal_(std=in_size**-0.5)
+        out = x.new_empty(num_rows, out_size)
+
+        def run(version: str) -> Tensor:
+            cuda_moe.grouped_linear(kernels, version, out, x, weight, offsets)
+            return out
+
+        def run_torch() -> Tensor:
+            for expert, (begin, end) in enumerate(pairwise(bounds)):
+                if begin < end:
+                    torch.mm(x[begin:end], weight[expert].T, out=out[begin:end])
+            return out
+
+        best = cuda_moe.best_grouped_version(dtype, x.device)
+        versions = [v for v in ("v1", "v2", "v3", "v4") if v <= best]
+        calls: dict[str, Call] = {v: lambda v=v: run(v) for v in versions}
+        return calls | {"torch": run_torch}
+
+    num_touched = int(offsets_on_cpu.diff().count_nonzero())
+    weights, rows = num_touched * out_size * in_size, num_rows * (in_size + out_size)
+    return Job(
+        op="grouped_linear",
+        dtype=dtype,
+        sizes={
+            "num_tokens": num_tokens,
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "in_size": in_size,
+            "out_size": out_size,
+        },
+        num_bytes=dtype.itemsize * (weights + rows) + 4 * (num_experts + 1),
+        make=make,
+    )
+
+
+def combine_job(
+    dtype: torch.dtype, num_tokens: int, top_k: int, size: int, device: str
+) -> Job:
+    """Return the sums of what experts say."""
+    kernels = KernelFile("moe_combine.cu")
+    num_rows = num_tokens * top_k
+
+    def make() -> dict[str, Call]:
+        y = torch.randn(num_rows, size, device=device).to(dtype)
+        order = torch.randperm(num_rows, device=device)
+        weights = torch.rand(num_tokens, top_k, device=device)
+        out = y.new_empty(num_tokens, size)
+
+        def run(version: str) -> Tensor:
+            cuda_moe.moe_combine(kernels, version, out, y, order, weights)
+            return out
+
+        calls: dict[str, Call] = {v: lambda v=v: run(v) for v in ("v1", "v2")}
+        return calls | {"torch": lambda: moe.moe_combine(y, order, weights)}
+
+    return Job(
+        op="moe_combine",
+        dtype=dtype,
+        sizes={"num_tokens": num_tokens, "top_k": top_k, "size": size},
+        num_bytes=dtype.itemsize * (num_rows + num_tokens) * size + 12 * num_rows,
+        make=make,
+    )
+
+
+def expert_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
+    """Yield the steps of a layer of experts, at sizes of Qwen3-30B-A3B."""
+    num_experts, top_k, hidden, size = 128, 8, 2048, 768
+    for num_tokens in (1, 16, 4096):
+        chosen = (num_tokens, num_experts, top_k)
+        yield topk_job(dtype, *chosen, device)
+        yield permute_job(*chosen, device)
+        yield grouped_job(dtype, *chosen, hidden, 2 * size, device)
+        yield grouped_job(dtype, *chosen, size, hidden, device)
+        yield combine_job(dtype, num_tokens, top_k, hidden, device)
+
+
 def layer_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
     """Yield the small kernels of a layer, at sizes of the same two models."""
     models = (
@@ -506,6 +671,7 @@ def all_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
             chunk = (num_reqs, num_queries, num_keys)
             yield prefill_job(dtype, *chunk, *heads, device)
     yield from layer_jobs(device, dtype)
+    yield from expert_jobs(device, dtype)
     for num_rows, size in ((1, 49_152), (64, 49_152), (16, 128_256)):
         yield argmax_job(num_rows, size, device)
         yield draw_job(num_rows, size, size, 1.0, device)

@@ -3,7 +3,7 @@
 //
 // Called through ctypes by minivllm/ops/cpu.py; every pointer is to memory of a tensor.
 // Sums are in float32, and what torch's operations round in between is rounded here.
-// Source: appendix A10, "Compiled operations"; appendix A12, "A sampler for a whole batch".
+// Source: appendix A10, "Compiled operations"; appendix A12, "A sampler for a whole batch"; appendix A24, "Windows"; appendix A25, "Experts in the engine".
 
 #include <algorithm>
 #include <cmath>
@@ -49,10 +49,11 @@ static inline float rounded(float value) {
 // Fewer numbers than these are done before a second thread has woken up.
 static constexpr int64_t WORTH_THREADS = 16384;
 
-// x += added, if there is any; y = x / sqrt(mean(x^2) + eps) * weight, row by row.
+// x += added, if there is any; y = x / sqrt(mean(x^2) + eps) * weight, row by row; or
+// * (1 + weight), which is rounded only once.
 template <class T>
 static void rms_norm(T* x, const T* added, const T* weight, T* y, int64_t rows,
-                     int64_t size, float eps, int threads) {
+                     int64_t size, float eps, int plus_one, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * size > WORTH_THREADS)
   for (int64_t row = 0; row < rows; row++) {
     T* from = x + row * size;
@@ -67,9 +68,15 @@ static void rms_norm(T* x, const T* added, const T* weight, T* y, int64_t rows,
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < size; i++) sum += load(from[i]) * load(from[i]);
     float scale = 1 / std::sqrt(sum / size + eps);
+    if (plus_one) {
 #pragma omp simd
-    for (int64_t i = 0; i < size; i++)
-      store(to + i, rounded<T>(load(from[i]) * scale) * load(weight[i]));
+      for (int64_t i = 0; i < size; i++)
+        store(to + i, load(from[i]) * scale * (1 + load(weight[i])));
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < size; i++)
+        store(to + i, rounded<T>(load(from[i]) * scale) * load(weight[i]));
+    }
   }
 }
 
@@ -95,10 +102,16 @@ static inline float exponential(float x) {
   return p * power;
 }
 
-// y = silu(gate) * up; gate_up is [rows, 2 * size].
-template <class T>
-static void silu_and_mul(const T* gate_up, T* y, int64_t rows, int64_t size,
-                         int threads) {
+struct Silu {
+  static inline float of(float x) {
+    return x < -87.0f ? 0.0f : x / (1 + exponential(-x));
+  }
+};
+
+// y = act(gate) * up; gate_up is [rows, 2 * size].
+template <class Activation, class T>
+static void act_and_mul(const T* gate_up, T* y, int64_t rows, int64_t size,
+                        int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * size > WORTH_THREADS)
   for (int64_t row = 0; row < rows; row++) {
     const T* gate = gate_up + row * 2 * size;
@@ -106,9 +119,8 @@ static void silu_and_mul(const T* gate_up, T* y, int64_t rows, int64_t size,
     T* to = y + row * size;
 #pragma omp simd
     for (int64_t i = 0; i < size; i++) {
-      float x = load(gate[i]);
-      float silu = x < -87.0f ? 0.0f : x / (1 + exponential(-x));
-      store(to + i, rounded<T>(silu) * load(up[i]));
+      float share = Activation::of(load(gate[i]));
+      store(to + i, rounded<T>(share) * load(up[i]));
     }
   }
 }
@@ -366,7 +378,8 @@ static inline void softmax(float* scores, Number* shares, int64_t count) {
     default: function<4>(__VA_ARGS__); break;      \
   }
 
-// One query of each of some requests attends to all its keys, 0 .. last.
+// One query of each of some requests attends to its keys up to last[i]: to all, or to
+// the last ones, as many as the window.
 //   q [rows, num_heads, dim], its rows q_stride apart; query i is in row rows[i]
 //   keys, values [num_blocks, block_size, num_kv_heads, dim]; table [num, width]
 //   y [num, num_heads, dim]
@@ -375,7 +388,8 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
                             const T* values, const int64_t* table, int64_t width,
                             const int64_t* rows, const int64_t* last, T* y, int64_t num,
                             int64_t num_heads, int64_t num_kv_heads, int64_t dim,
-                            int64_t block_size, float scale, int threads) {
+                            int64_t block_size, int64_t window, float scale,
+                            int threads) {
   using Number = typename Products<T>::Number;
   int64_t group = num_heads / num_kv_heads, stride = num_kv_heads * dim;
   // A task is a query with all its heads, whose keys are neighbours in memory; with few
@@ -389,7 +403,8 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t i = 0; i < num; i++) {
       for (int64_t part = 0; part < parts; part++) {
-        int64_t count = last[i] + 1, first_kv_head = part * kv_heads;
+        int64_t end = last[i] + 1, first = std::max<int64_t>(0, end - window);
+        int64_t count = end - first, first_kv_head = part * kv_heads;
         int64_t first_head = first_kv_head * group;
         // Whole vectors, and room for three scores behind the last one.
         int64_t whole = (count + 3 + LANES - 1) / LANES * LANES;
@@ -404,40 +419,45 @@ static void paged_attention(const T* q, int64_t q_stride, const T* keys,
           store(queries + j, load(from[j]));
           mixed[j] = 0;
         }
-        auto block = [&](const T* pool, int64_t key) {
-          int64_t index = table[i * width + key / block_size];
-          return pool + index * block_size * stride + first_kv_head * dim;
+        auto at = [&](const T* pool, int64_t key) {
+          int64_t block = table[i * width + key / block_size];
+          return pool + (block * block_size + key % block_size) * stride +
+                 first_kv_head * dim;
         };
-        // The block behind the one of a key; behind the last one comes a first one.
+        // The key behind those that share a block with this one.
+        auto end_of_block = [&](int64_t key) {
+          return std::min(end, (key / block_size + 1) * block_size);
+        };
+        // Where a block begins; behind the last one of the keys, the values begin.
         auto next_block = [&](const T* pool, int64_t key) {
-          key += block_size;
-          return key < count ? block(pool, key) : block(values, 0);
+          return key < end ? at(pool, key) : at(values, first);
         };
         // Up to four query heads of the same key head.
         auto at_once = [&](int64_t head) {
           return std::min<int64_t>(4, group - head % group);
         };
 
-        for (int64_t key = 0; key < count; key += block_size) {
-          const T *k = block(keys, key), *next = next_block(keys, key);
-          int64_t num_keys = std::min(block_size, count - key);
+        for (int64_t key = first, behind; key < end; key = behind) {
+          behind = end_of_block(key);
+          const T *k = at(keys, key), *next = next_block(keys, behind);
           for (int64_t head = 0; head < heads; head += at_once(head))
             WITH_QUERIES(at_once(head), score, queries + head * dim,
-                         k + head / group * dim, next + head / group * dim, num_keys,
-                         stride, dim, scale, scores + head * whole + key, whole)
+                         k + head / group * dim, next + head / group * dim,
+                         behind - key, stride, dim, scale,
+                         scores + head * whole + key - first, whole)
         }
         for (int64_t head = 0; head < heads; head++) {
           std::fill(scores + head * whole + count, scores + (head + 1) * whole,
                     -INFINITY);
           softmax(scores + head * whole, shares + head * whole, whole);
         }
-        for (int64_t key = 0; key < count; key += block_size) {
-          const T *v = block(values, key), *next = next_block(values, key);
-          int64_t num_keys = std::min(block_size, count - key);
+        for (int64_t key = first, behind; key < end; key = behind) {
+          behind = end_of_block(key);
+          const T *v = at(values, key), *next = next_block(values, behind);
           for (int64_t head = 0; head < heads; head += at_once(head))
-            WITH_QUERIES(at_once(head), mix, shares + head * whole + key, whole,
-                         v + head / group * dim, next + head / group * dim, num_keys,
-                         stride, dim, mixed + head * dim)
+            WITH_QUERIES(at_once(head), mix, shares + head * whole + key - first,
+                         whole, v + head / group * dim, next + head / group * dim,
+                         behind - key, stride, dim, mixed + head * dim)
         }
         T* to = y + (i * num_heads + first_head) * dim;
         for (int64_t j = 0; j < heads * dim; j++) store(to + j, mixed[j]);
@@ -738,11 +758,12 @@ static void pack_values(const bfloat16* even, const bfloat16* odd, int64_t key,
 }
 
 // A piece of a request with one key head: num_queries neighbouring queries, of which
-// the last sees num_keys keys, and each one before it a key less.
+// the last has num_keys keys up to its own, and each one before it a key less. Of these
+// it sees the last ones, as many as the window.
 struct Piece {
   const bfloat16* q;  // its queries, q_stride apart, from the group's first head on
   bfloat16* y;        // the same place in the result, y_stride apart
-  int64_t q_stride, y_stride, num_queries, num_keys, group, dim;
+  int64_t q_stride, y_stride, num_queries, num_keys, group, dim, window;
 };
 
 static void attend_piece(const Piece& piece, const uint32_t* keys,
@@ -759,18 +780,20 @@ static void attend_piece(const Piece& piece, const uint32_t* keys,
   bfloat16* queries = shares + TILE * width;  // [16][dim]
   for (int64_t first = 0; first < num_rows; first += TILE) {
     int64_t rows = std::min<int64_t>(TILE, num_rows - first);
-    int64_t visible[TILE], most = 0;
+    int64_t hidden[TILE], visible[TILE], most = 0;  // keys before the window, all
     for (int64_t row = 0; row < rows; row++) {
       int64_t query = (first + row) / piece.group, head = (first + row) % piece.group;
       memcpy(queries + row * dim, piece.q + query * piece.q_stride + head * dim,
              dim * sizeof(bfloat16));
       visible[row] = piece.num_keys - piece.num_queries + query + 1;
+      hidden[row] = std::max<int64_t>(0, visible[row] - piece.window);
       most = std::max(most, visible[row]);
     }
+    int64_t begin = hidden[0] / INPUTS * INPUTS;  // of the first query the fewest
     int64_t end = (most + INPUTS - 1) / INPUTS * INPUTS;
     finish_writing();
 
-    for (int64_t key = 0; key < end; key += INPUTS) {  // two tiles of keys
+    for (int64_t key = begin; key < end; key += INPUTS) {  // two tiles of keys
       _tile_zero(0);
       _tile_zero(1);
       for (int64_t i = 0; i < dim; i += INPUTS) {
@@ -789,13 +812,14 @@ static void attend_piece(const Piece& piece, const uint32_t* keys,
     for (int64_t row = 0; row < rows; row++) {
       float* of = scores + row * width;
       // What is not seen has no share, and whole vectors are quicker than a rest.
+      std::fill(of + begin, of + hidden[row], -INFINITY);
       std::fill(of + visible[row], of + end, -INFINITY);
-      float largest = of[0], total = 0;
+      float largest = of[hidden[row]], total = 0;
 #pragma omp simd reduction(max : largest)
-      for (int64_t i = 0; i < end; i++) largest = of[i] > largest ? of[i] : largest;
+      for (int64_t i = begin; i < end; i++) largest = of[i] > largest ? of[i] : largest;
       bfloat16* to = shares + row * width;
 #pragma omp simd reduction(+ : total)
-      for (int64_t i = 0; i < end; i++) {
+      for (int64_t i = begin; i < end; i++) {
         float share = of[i] == -INFINITY ? 0 : exponential((of[i] - largest) * scale);
         store(to + i, share);
         total += share;
@@ -807,7 +831,7 @@ static void attend_piece(const Piece& piece, const uint32_t* keys,
     for (int64_t column = 0; column < dim; column += 2 * LANES) {
       _tile_zero(0);
       _tile_zero(1);
-      for (int64_t key = 0; key < end; key += INPUTS) {
+      for (int64_t key = begin; key < end; key += INPUTS) {
         const uint32_t* tile = values + key * dim / 2 + column / LANES * SUMS;
         _tile_loadd(4, shares + key, width * sizeof(bfloat16));
         _tile_loadd(6, tile, 64);
@@ -835,7 +859,7 @@ extern "C" void prefill_attention_bfloat16(
     const int64_t* table, int64_t width, const int64_t* starts, const int64_t* lengths,
     const int64_t* num_keys, bfloat16* y, int64_t num, int64_t longest,
     int64_t num_heads, int64_t num_kv_heads, int64_t dim, int64_t block_size,
-    float scale, int threads) {
+    int64_t window, float scale, int threads) {
   int64_t group = num_heads / num_kv_heads, stride = num_kv_heads * dim;
 #pragma omp parallel num_threads(threads)
   {
@@ -851,7 +875,10 @@ extern "C" void prefill_attention_bfloat16(
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t i = 0; i < num; i++) {
       for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
-        int64_t whole = (num_keys[i] + INPUTS - 1) / INPUTS * INPUTS;
+        // From the first one on that any query of the piece sees.
+        int64_t first = std::max<int64_t>(0, num_keys[i] - lengths[i] + 1 - window);
+        int64_t count = num_keys[i] - first;
+        int64_t whole = (count + INPUTS - 1) / INPUTS * INPUTS;
         for (auto packed : {&packed_keys, &packed_values}) {
           int64_t size = whole * dim / 2, last = size - INPUTS * dim / 2;
           if (int64_t(packed->size()) < size) packed->resize(size);
@@ -859,22 +886,23 @@ extern "C" void prefill_attention_bfloat16(
           std::fill_n(packed->begin() + last, INPUTS * dim / 2, 0);
         }
         places.clear();  // where in both pools a key and its value begin
-        for (int64_t block = 0; int64_t(places.size()) < num_keys[i]; block++)
-          for (int64_t slot = 0; slot < block_size; slot++) {
-            int64_t token = table[i * width + block] * block_size + slot;
-            places.push_back(token * stride + kv_head * dim);
-          }
-        for (int64_t key = 0; key < num_keys[i]; key++)
+        for (int64_t key = first; key < num_keys[i]; key++) {
+          int64_t block = table[i * width + key / block_size];
+          int64_t token = block * block_size + key % block_size;
+          places.push_back(token * stride + kv_head * dim);
+        }
+        for (int64_t key = 0; key < count; key++)
           pack_keys(keys + places[key], key, dim, packed_keys.data());
-        for (int64_t key = 0; key < num_keys[i]; key += 2) {
-          bool has_odd = key + 1 < num_keys[i];
+        for (int64_t key = 0; key < count; key += 2) {
+          bool has_odd = key + 1 < count;
           const bfloat16* odd = has_odd ? values + places[key + 1] : zeros.data();
           pack_values(values + places[key], odd, key, dim, packed_values.data());
         }
         int64_t head = kv_head * group;
         Piece piece = {q + starts[i] * q_stride + head * dim,
                        y + (i * longest * num_heads + head) * dim,
-                       q_stride, num_heads * dim, lengths[i], num_keys[i], group, dim};
+                       q_stride, num_heads * dim, lengths[i], count, group, dim,
+                       window};
         attend_piece(piece, packed_keys.data(), packed_values.data(), scale,
                      floats_memory, halves_memory);
       }
@@ -890,12 +918,12 @@ extern "C" const char* why_no_tiles() { return "this processor has no AMX"; }
 #define NAMED(T, name)                                                              \
   extern "C" void rms_norm_##name(T* x, const T* added, const T* weight, T* y,      \
                                   int64_t rows, int64_t size, float eps,            \
-                                  int threads) {                                    \
-    rms_norm(x, added, weight, y, rows, size, eps, threads);                        \
+                                  int plus_one, int threads) {                      \
+    rms_norm(x, added, weight, y, rows, size, eps, plus_one, threads);              \
   }                                                                                 \
   extern "C" void silu_and_mul_##name(const T* gate_up, T* y, int64_t rows,         \
                                       int64_t size, int threads) {                  \
-    silu_and_mul(gate_up, y, rows, size, threads);                                  \
+    act_and_mul<Silu>(gate_up, y, rows, size, threads);                             \
   }                                                                                 \
   extern "C" void rotary_embedding_##name(T* heads, const float* cos,               \
                                           const float* sin, int64_t tokens,         \
@@ -913,10 +941,11 @@ extern "C" const char* why_no_tiles() { return "this processor has no AMX"; }
       const T* q, int64_t q_stride, const T* keys, const T* values,                 \
       const int64_t* table, int64_t width, const int64_t* rows,                     \
       const int64_t* last, T* y, int64_t num, int64_t num_heads,                    \
-      int64_t num_kv_heads, int64_t dim, int64_t block_size, float scale,           \
-      int threads) {                                                                \
+      int64_t num_kv_heads, int64_t dim, int64_t block_size, int64_t window,        \
+      float scale, int threads) {                                                   \
     paged_attention(q, q_stride, keys, values, table, width, rows, last, y, num,    \
-                    num_heads, num_kv_heads, dim, block_size, scale, threads);      \
+                    num_heads, num_kv_heads, dim, block_size, window, scale,        \
+                    threads);                                                       \
   }
 NAMED(float, float32)
 NAMED(bfloat16, bfloat16)
@@ -1115,3 +1144,151 @@ extern "C" void draw_float32(const float* logits, int64_t stride, int64_t size,
     }
   }
 }
+
+// 1 - erf(z) for z >= 0, to about 1e-7 of its value: a polynomial of Chebyshev's kind
+// (Numerical Recipes, erfcc).
+static inline float complement_of_erf(float z) {
+  float t = 1 / (1 + 0.5f * z);
+  float p = 0.17087277f;
+  p = p * t - 0.82215223f;
+  p = p * t + 1.48851587f;
+  p = p * t - 1.13520398f;
+  p = p * t + 0.27886807f;
+  p = p * t - 0.18628806f;
+  p = p * t + 0.09678418f;
+  p = p * t + 0.37409196f;
+  p = p * t + 1.00002368f;
+  p = p * t - 1.26551223f;
+  return t * exponential(p - z * z);
+}
+
+struct Gelu {  // x * P(a normal random number < x)
+  static inline float of(float x) {
+    float of_distance = complement_of_erf(std::fabs(x) * 0.70710678f);
+    return 0.5f * x * (x < 0 ? of_distance : 2 - of_distance);
+  }
+};
+
+struct GeluTanh {  // 0.5 * (1 + tanh(z)) is sigmoid(2 * z)
+  static inline float of(float x) {
+    float doubled = 1.59576912f * (x + 0.044715f * x * x * x);
+    return doubled < -87.0f ? 0.0f : x / (1 + exponential(-doubled));
+  }
+};
+
+#define GATED(T, name)                                                             \
+  extern "C" void gelu_and_mul_##name(const T* gate_up, T* y, int64_t rows,        \
+                                      int64_t size, int threads) {                 \
+    act_and_mul<Gelu>(gate_up, y, rows, size, threads);                            \
+  }                                                                                \
+  extern "C" void gelu_tanh_and_mul_##name(const T* gate_up, T* y, int64_t rows,   \
+                                           int64_t size, int threads) {            \
+    act_and_mul<GeluTanh>(gate_up, y, rows, size, threads);                        \
+  }
+GATED(float, float32)
+GATED(bfloat16, bfloat16)
+
+// The experts of each token, best first and of equal ones the first, with their shares:
+// a softmax over all experts, which may be made to sum to one over the chosen.
+template <class T>
+static void topk_softmax(const T* logits, float* weights, int64_t* experts,
+                         int64_t tokens, int64_t num_experts, int64_t top_k,
+                         int renormalize, int threads) {
+#pragma omp parallel num_threads(threads) if (tokens * num_experts > WORTH_THREADS)
+  {
+    std::vector<float> shares(num_experts);
+    std::vector<char> is_taken(num_experts);
+#pragma omp for
+    for (int64_t token = 0; token < tokens; token++) {
+      const T* scores = logits + token * num_experts;
+      float most = load(scores[0]), sum = 0;
+      for (int64_t i = 1; i < num_experts; i++) most = std::max(most, load(scores[i]));
+      for (int64_t i = 0; i < num_experts; i++)
+        sum += shares[i] = std::exp(load(scores[i]) - most);
+      std::fill(is_taken.begin(), is_taken.end(), 0);
+      float chosen_sum = 0;
+      for (int64_t place = 0; place < top_k; place++) {
+        int64_t best = -1;  // a NaN is never larger, but may be the only one left
+        for (int64_t i = 0; i < num_experts; i++)
+          if (!is_taken[i] && (best < 0 || shares[i] > shares[best])) best = i;
+        is_taken[best] = 1;
+        experts[token * top_k + place] = best;
+        weights[token * top_k + place] = shares[best] / sum;
+        chosen_sum += shares[best] / sum;
+      }
+      for (int64_t place = 0; renormalize && place < top_k; place++)
+        weights[token * top_k + place] /= chosen_sum;
+    }
+  }
+}
+
+// Choices sorted by expert, those of an expert by number: counted, then put into place.
+extern "C" void moe_permute_int64(const int64_t* experts, int64_t* order,
+                                  int32_t* offsets, int64_t num_choices,
+                                  int64_t num_experts) {
+  std::fill(offsets, offsets + num_experts + 1, 0);
+  for (int64_t i = 0; i < num_choices; i++) offsets[experts[i] + 1]++;
+  for (int64_t e = 0; e < num_experts; e++) offsets[e + 1] += offsets[e];
+  std::vector<int32_t> next(offsets, offsets + num_experts);
+  for (int64_t i = 0; i < num_choices; i++) order[next[experts[i]]++] = i;
+}
+
+// out[token] = the sum of weight * y over its choices, in their order; row r of y is
+// that of choice order[r].
+template <class T>
+static void moe_combine(const T* y, const int64_t* order, const float* weights, T* out,
+                        int64_t tokens, int64_t top_k, int64_t size, int threads) {
+  std::vector<int64_t> row_of(tokens * top_k);
+  for (int64_t row = 0; row < tokens * top_k; row++) row_of[order[row]] = row;
+#pragma omp parallel num_threads(threads) if (tokens * top_k * size > WORTH_THREADS)
+  {
+    std::vector<float> sum(size);
+    float* to = sum.data();
+#pragma omp for
+    for (int64_t token = 0; token < tokens; token++) {
+      std::fill(sum.begin(), sum.end(), 0.0f);
+      for (int64_t choice = token * top_k; choice < (token + 1) * top_k; choice++) {
+        const T* from = y + row_of[choice] * size;
+        float weight = weights[choice];
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) to[i] += weight * load(from[i]);
+      }
+#pragma omp simd
+      for (int64_t i = 0; i < size; i++) store(out + token * size + i, to[i]);
+    }
+  }
+}
+
+#define EXPERT_OPS(name, T)                                                           \
+  extern "C" void topk_softmax_##name(const T* logits, float* weights,                \
+                                      int64_t* experts, int64_t tokens,               \
+                                      int64_t num_experts, int64_t top_k,             \
+                                      int renormalize, int threads) {                 \
+    topk_softmax(logits, weights, experts, tokens, num_experts, top_k, renormalize,   \
+                 threads);                                                            \
+  }                                                                                   \
+  extern "C" void moe_combine_##name(const T* y, const int64_t* order,                \
+                                     const float* weights, T* out, int64_t tokens,    \
+                                     int64_t top_k, int64_t size, int threads) {      \
+    moe_combine(y, order, weights, out, tokens, top_k, size, threads);                \
+  }
+EXPERT_OPS(float32, float)
+EXPERT_OPS(bfloat16, bfloat16)
+
+// The products of experts: the rows of each, which lie together, with its panels.
+#define GROUPED_LINEAR(name, T)                                                       \
+  extern "C" void grouped_linear_##name(const T* x, const T* panels, T* y,            \
+                                        const int32_t* offsets, int64_t num_experts,  \
+                                        int64_t in, int64_t out, int threads) {       \
+    int64_t size = (out + LANES - 1) / LANES * LANES * in;                            \
+    for (int64_t expert = 0; expert < num_experts; expert++) {                        \
+      int64_t first = offsets[expert], rows = offsets[expert + 1] - first;            \
+      if (rows > 0)                                                                   \
+        linear_##name(x + first * in, panels + expert * size, y + first * out, rows,  \
+                      in, out, threads);                                              \
+    }                                                                                 \
+  }
+GROUPED_LINEAR(float32, float)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+GROUPED_LINEAR(bfloat16, bfloat16)
+#endif

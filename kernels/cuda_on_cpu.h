@@ -1263,8 +1263,6 @@ struct EmuSource {
     if (emu::gpu.current)                                              \
       emu::fail(text " at %s:%u", source->file, source->line);         \
   }
-EMU_UNDEFINED(out_of_bounds, "index out of the bounds of its array", , void*)
-EMU_UNDEFINED(type_mismatch_v1, "misaligned access", , void*)
 EMU_UNDEFINED(missing_return, "function that ends without a return")
 EMU_UNDEFINED(shift_out_of_bounds, "shift by more bits than there are", , void*, void*)
 EMU_UNDEFINED(add_overflow, "integer overflow", , void*, void*)
@@ -1272,6 +1270,30 @@ EMU_UNDEFINED(sub_overflow, "integer overflow", , void*, void*)
 EMU_UNDEFINED(mul_overflow, "integer overflow", , void*, void*)
 EMU_UNDEFINED(negate_overflow, "integer overflow", , void*)
 EMU_UNDEFINED(divrem_overflow, "integer division by zero, or overflow", , void*, void*)
+
+struct EmuType {
+  uint16_t kind, info;
+  char name[];  // "'float [4]'"
+};
+struct EmuPlace {
+  EmuSource source;
+  const EmuType* type;
+  unsigned char log2_alignment, is_write;  // of an access
+};
+EMU_HOOK void __ubsan_handle_out_of_bounds(EmuPlace* place, long index) {
+  const char* length = strchr(place->type->name, '[');
+  if (emu::gpu.current)
+    emu::fail("index %ld is out of the bounds of an array of %d at %s:%u", index,
+              length ? atoi(length + 1) : 0, place->source.file, place->source.line);
+}
+// Of two checks: that of an alignment knows one, that of a variable's size does not.
+EMU_HOOK void __ubsan_handle_type_mismatch_v1(EmuPlace* place, void*) {
+  const char* what = place->log2_alignment ? "misaligned access"
+                     : place->is_write ? "illegal write out of the bounds of its array"
+                                       : "illegal read out of the bounds of its array";
+  if (emu::gpu.current)
+    emu::fail("%s at %s:%u", what, place->source.file, place->source.line);
+}
 #endif
 
 // ---- The functions of CUDA that need the machine ----

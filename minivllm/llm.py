@@ -10,7 +10,7 @@ step for all, unless another caller is making it.
 
 In vLLM: vllm/entrypoints/llm.py (LLM).
 Source: appendix A7, "LLM"; appendix A14, "One prompt, many answers"; appendix A21,
-    "CUDA graphs".
+    "CUDA graphs"; appendix A25, "Experts in the engine"; appendix A27, "Thinking".
 """
 
 import difflib
@@ -207,6 +207,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
         priority: int | Sequence[int] = 0,
         cache_salt: str | Sequence[str | None] | None = None,
@@ -217,6 +218,8 @@ class LLM:
             messages: A list of {"role": ..., "content": ...}, or a list of such lists.
             sampling_params: As for `generate`; `max_tokens` is by default as many as
                 fit.
+            chat_template_kwargs: Variables of the chat template, for all of them, such
+                as {"enable_thinking": False} or {"tools": [...]}.
             use_tqdm: Whether to show a progress bar.
             priority: As for `generate`.
             cache_salt: As for `generate`.
@@ -225,16 +228,20 @@ class LLM:
             One output per conversation, in their order.
 
         Raises:
-            RequestError: As for `generate`, or the model has no chat template.
+            RequestError: As for `generate`, or the model has no chat template, or one
+                that does not take a variable.
         """
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise RequestError(
                 "this model has no chat template, so it cannot answer messages: use "
                 "generate() to let it continue a text"
             )
+        variables = self.tokenizer.check_template_kwargs(chat_template_kwargs)
         is_one = bool(messages) and isinstance(messages[0], dict)
         conversations = [messages] if is_one else list(messages)
-        prompts = [self.tokenizer.encode_chat(list(c)) for c in conversations]
+        prompts = [
+            self.tokenizer.encode_chat(list(c), **variables) for c in conversations
+        ]
         return self._run(
             self._make_requests(prompts, sampling_params, priority, cache_salt, None),
             [None] * len(prompts),
@@ -471,6 +478,26 @@ class LLM:
                 "step, or use another LLM"
             )
 
+    def count_experts(self) -> None:
+        """Have the trace say from now on how many tokens each expert gets.
+
+        Records have the field `tokens_per_expert` then: for each layer with experts a
+        list of counts. `minivllm.engine.trace.expert_loads` adds them up.
+
+        Raises:
+            ConfigError: The model has no experts, or there is no model.
+        """
+        count = getattr(self.engine.runner, "count_experts", None)
+        if count is None:
+            raise ConfigError(
+                "the fake backend has no experts to count: use torch or numpy"
+            )
+        if self.engine.runner.decoder.spec.moe is None:
+            raise ConfigError(
+                f"{self.model} has no experts to count: choose a model that has"
+            )
+        self._do(count)
+
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts, whether one prompt was given or many."""
@@ -524,9 +551,11 @@ def piece_of(
     if before is None:
         return whole
     num_tokens = len(before.token_ids)
+    thoughts = whole.reasoning_content
     return replace(
         whole,
         text=whole.text[len(before.text) :],
         token_ids=whole.token_ids[num_tokens:],
         logprobs=whole.logprobs and whole.logprobs[num_tokens:],
+        reasoning_content=thoughts and thoughts[len(before.reasoning_content or "") :],
     )

@@ -1,7 +1,8 @@
 """What a caller gets back: one `RequestOutput` per request.
 
 In vLLM: vllm/outputs.py (RequestOutput, CompletionOutput), vllm/v1/metrics/stats.py.
-Source: appendix A5, "Records"; appendix A11, "Sampling parameters".
+Source: appendix A5, "Records"; appendix A11, "Sampling parameters"; appendix A27,
+    "Thinking".
 """
 
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class CompletionOutput:
         logprobs: For each token, by id, those that were asked for, the token itself
             first; None if none were.
         cumulative_logprob: The sum over the tokens; None without logprobs.
+        reasoning_content: With `split_reasoning`, the thoughts, which are then not in
+            the text; None if there are none.
     """
 
     index: int
@@ -84,6 +87,8 @@ class CompletionOutput:
     error: str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+
+    reasoning_content: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -426,7 +426,8 @@ def load_twin(
         decoder = load_model(folder, backend="numpy")
         if vocab_size is None:
             tokenizer = Tokenizer.from_dir(folder)
-            vocab_size, eos_token_ids = tokenizer.vocab_size, tokenizer.eos_token_ids
+            vocab_size = min(tokenizer.vocab_size, decoder.spec.vocab_size)
+            eos_token_ids = tokenizer.eos_token_ids
         defaults = read_sampling_defaults(folder)
     elif isinstance(model, NumpyDecoder):
         decoder = model

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from minivllm.ops import driver, launch, nvrtc
 
@@ -96,3 +97,38 @@ def fake_cuda(tmp_path, monkeypatch) -> FakeCuda:
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     return fake
+
+
+class IndexWithoutCuda(TorchFunctionMode):
+    """Lets a torch without CUDA index fake CUDA tensors; its own way wants a device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__:
+            return self.view(*args)
+        if func is torch.Tensor.__setitem__:
+            x, index, value = args
+            place = self.view(x, index)
+            assert (place.device, place.dtype) == (value.device, value.dtype)
+            assert value.expand(place.shape).shape == place.shape
+            return None
+        return func(*args, **(kwargs or {}))
+
+    def view(self, x, index):
+        axis = 0
+        index = index if isinstance(index, tuple) else (index,)
+        for item in index:
+            if item is None:
+                x = x.unsqueeze(axis)
+            elif item is Ellipsis:
+                axis += x.ndim - len(index) + 1
+                continue
+            elif isinstance(item, int):
+                x = x.select(axis, item)
+                continue
+            elif isinstance(item, torch.Tensor):
+                x = x.index_select(axis, item)
+            else:
+                start, stop, _ = item.indices(x.shape[axis])
+                x = x.narrow(axis, start, stop - start)
+            axis += 1
+        return x

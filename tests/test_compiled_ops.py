@@ -20,6 +20,8 @@ from minivllm.ops.cpu import (
     CompiledPrefill,
     CompiledRMSNorm,
     compiled_argmax,
+    compiled_gelu_and_mul,
+    compiled_gelu_tanh_and_mul,
     compiled_reshape_and_cache,
     compiled_rotary_embedding,
     compiled_silu_and_mul,
@@ -31,6 +33,8 @@ from minivllm.ops.paged_attention import PaddedAttention
 from minivllm.ops.reference import (
     TorchRMSNorm,
     argmax,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
     reshape_and_cache,
     rotary_embedding,
     silu_and_mul,
@@ -54,6 +58,13 @@ needs_tiles = pytest.mark.skipif(
 )
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
+
+
+GATES = [
+    (compiled_silu_and_mul, silu_and_mul),
+    (compiled_gelu_and_mul, gelu_and_mul),
+    (compiled_gelu_tanh_and_mul, gelu_tanh_and_mul),
+]
 
 
 @pytest.fixture(params=[1, 2])
@@ -112,17 +123,31 @@ def test_the_epsilon_of_a_norm_counts():
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 17, 1536])
-def test_gates(size, dtype, numbers, threads):
+@pytest.mark.parametrize(("compiled", "of_torch"), GATES)
+def test_gates(compiled, of_torch, size, dtype, numbers, threads):
     gate_up = (torch.randn(21, 2 * size, generator=numbers) * 8).to(dtype)
-    assert_close(compiled_silu_and_mul(gate_up), silu_and_mul(gate_up))
+    assert_close(compiled(gate_up), of_torch(gate_up))
 
 
 @needs_compiler
-def test_gates_far_out_are_zero_or_linear():
+def test_gelu_keeps_its_digits_where_it_is_small():
+    x = torch.linspace(-9, 9, 1000, dtype=torch.float64)
+    by_tanh = 1.5957691216057308 * (x + 0.044715 * x**3)
+    for compiled, exact in (
+        (compiled_gelu_and_mul, 0.5 * x * torch.erfc(-x / 2**0.5)),
+        (compiled_gelu_tanh_and_mul, x * by_tanh.sigmoid()),
+    ):
+        y = compiled(torch.cat([x, torch.ones(1000)]).float()[None])[0].double()
+        assert (y / exact - 1).abs().max() < 1e-4
+        assert (y - exact).abs().max() < 2e-6
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiled", [compiled for compiled, _ in GATES])
+def test_gates_far_out_are_zero_or_linear(compiled):
     gates = [-3e38, -1e30, -200.0, -90.0, -87.5, 0.0, 90.0, 200.0, 1e30, float("inf")]
-    gate_up = torch.tensor([[*gates, *[1.0] * len(gates)]])
-    ours, theirs = compiled_silu_and_mul(gate_up), silu_and_mul(gate_up)
-    assert torch.allclose(ours, theirs, atol=1e-7)
+    y = compiled(torch.tensor([[*gates, *[1.0] * len(gates)]]))[0]
+    assert torch.allclose(y, torch.tensor(gates).clamp(min=0), atol=1e-30)
 
 
 @needs_compiler
@@ -131,8 +156,8 @@ def test_a_nan_stays_one(dtype):
     for value in (float("nan"), -float("nan")):
         gate_up = torch.ones(1, 64, dtype=dtype)
         gate_up[0, 7] = value
-        y = compiled_silu_and_mul(gate_up)
-        assert y.isnan().nonzero().tolist() == [[0, 7]]
+        for compiled, _ in GATES:
+            assert compiled(gate_up).isnan().nonzero().tolist() == [[0, 7]]
         x = torch.ones(2, 32, dtype=dtype)
         x[1, 3] = value
         normed = CompiledRMSNorm(torch.ones(32, dtype=dtype), EPS)(x)

@@ -48,6 +48,7 @@ from tests.test_torch_runner import (
     prompt,
     run,
 )
+from tests.tiny_decoders import GEMMA
 from tests.tiny_folder import write_parrot
 
 MAX_ROWS = 11  # sizes 1, 2, 4, 8, 11
@@ -412,11 +413,11 @@ def test_weights_that_change_in_place_count(only_torch):
 # Nothing in a recorded step asks for a value: without a GPU, but as if on one.
 
 
-def fake_decoder():
+def fake_decoder(spec=SPEC):
     """Return a decoder on a GPU that is not there; to be called in FakeTensorMode."""
-    decoder = Decoder(SPEC)
+    decoder = Decoder(spec)
     options = {"device": "cuda", "dtype": torch.bfloat16}
-    shapes = SPEC.weight_shapes().items()
+    shapes = spec.weight_shapes().items()
     decoder.load_weights({n: torch.empty(s, **options) for n, s in shapes})
     return decoder
 
@@ -439,25 +440,26 @@ def kernels(monkeypatch):
     monkeypatch.setattr(cuda, "why_no_launch", lambda: None)
 
 
+@pytest.mark.parametrize("spec", [SPEC, GEMMA], ids=["llama", "gemma"])
 @pytest.mark.parametrize("backend", ["torch", "cuda"])
-def test_on_a_gpu_a_recorded_step_asks_for_no_value(backend, request):
+def test_on_a_gpu_a_recorded_step_asks_for_no_value(backend, spec, request):
     if backend == "cuda":
         request.getfixturevalue("kernels")
     request.getfixturevalue("fake_gpu")
     recorder, outside = TapeRecorder(), Tape()
     runner = TorchRunner(
-        fake_decoder(), num_blocks=17, block_size=BLOCK_SIZE, max_model_len=64
+        fake_decoder(spec), num_blocks=17, block_size=BLOCK_SIZE, max_model_len=64
     )
     assert runner.choices["paged_attention"].backend.name == backend
     runner.capture_graphs(MAX_ROWS, recorder)
     sizes = bucket_sizes(MAX_ROWS)[::-1]
     for tape, size in zip(recorder.tapes, sizes, strict=True):
-        assert tape.calls[-1][-1].shape == (size, SPEC.vocab_size)
+        assert tape.calls[-1][-1].shape == (size, spec.vocab_size)
         assert tape.names == recorder.tapes[0].names, "another size, another step"
         assert tape.devices() == {"cuda"}
     attention = {"cuda": "minivllm.paged_attention", "torch": "scaled_dot_product"}
     found = [name for name in recorder.tapes[0].names if attention[backend] in name]
-    assert len(found) == SPEC.num_layers
+    assert len(found) == spec.num_layers
     for num_rows in range(1, MAX_ROWS + 1):
         step = decode_step([6] * num_rows, [[0, 1]] * num_rows)  # begins no block
         step.block_copies = []

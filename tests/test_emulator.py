@@ -588,6 +588,58 @@ __global__ void bad_index(float* out, const float* x, int n) {
   __shared__ float sums[31];
   sums[threadIdx.x] = 1.0f;  // wrong
 }
+__global__ void negative_index(float* out, const float* x, int n) {
+  float mine[4][8] = {};
+  out[threadIdx.x] = mine[1][-n];  // wrong, though mine[0] is there
+}
+__global__ void large_index(float* out, const float* x, int n) {
+  float mine[32] = {};
+  out[threadIdx.x] = mine[blockDim.x - n];  // wrong, if n is 33
+}
+struct Halves {
+  __half values[4];
+};
+__global__ void writes_halves(float* out, const float* x, int n) {
+  Halves halves;
+  for (int i = 0; i <= n; i++) halves.values[i] = __float2half(x[i]);  // wrong
+  out[threadIdx.x] = __half2float(halves.values[3]);
+}
+__global__ void reads_halves(float* out, const float* x, int n) {
+  __half mine[4] = {};
+  float sum = 0.0f;
+  for (int i = 0; i <= n; i++) sum += __half2float(mine[i]);  // wrong
+  out[threadIdx.x] = sum;
+}
+__constant__ float4 WEIGHTS[4] = {};
+__global__ void reads_constants(float* out, const float* x, int n) {
+  float4 weight = WEIGHTS[n];  // wrong
+  out[threadIdx.x] = weight.y;
+}
+__global__ void by_pointer(float* out, const float* x, int n) {
+  float mine[4] = {};
+  float* pointer = mine;
+  pointer[n] = x[0];  // wrong
+  out[threadIdx.x] = mine[3];
+}
+__global__ void by_wide_pointer(float* out, const float* x, int n) {
+  float4 mine[4] = {};
+  const float4* pointer = mine;
+  float4 last = pointer[n];  // wrong
+  out[threadIdx.x] = last.w;
+}
+__global__ void in_wide_steps(float* out, const float* x, int n) {
+  __align__(16) float mine[8];
+  for (int i = 0; i < n; i++)
+    *(float4*)(mine + 4 * i) = *(const float4*)(x + 4 * i);  // wrong, if n is 3
+  out[threadIdx.x] = mine[7];
+}
+__global__ void up_to_the_end(float* out, const float* x, int n) {
+  __half mine[4], *end = &mine[n];
+  for (__half* one = mine; one != end; one++) *one = __float2half(x[one - mine]);
+  Halves halves[2] = {};
+  for (const Halves* one = halves + 2; one != halves;) out[--one - halves] = 1.0f;
+  out[threadIdx.x] = __half2float(*(end - 1));
+}
 __global__ void dynamic_too_small(float* out, const float* x, int n) {
   extern __shared__ float row[];
   row[threadIdx.x] = x[threadIdx.x];  // wrong, with 31 * 4 bytes
@@ -693,7 +745,6 @@ def line_of(source: str, name: str, mark: str = "// wrong") -> int:
             {},
             "illegal write of 4 bytes, 0 bytes past the end of shared 'sums', at HERE",
         ),
-        ("bad_index", 32, {}, "index out of the bounds of its array at HERE"),
         (
             "dynamic_too_small",
             32,
@@ -701,7 +752,6 @@ def line_of(source: str, name: str, mark: str = "// wrong") -> int:
             "0 bytes past the end of shared 'row', at HERE",
         ),
         ("misaligned", 32, {}, "misaligned access at HERE"),
-        ("last_member", 3, {}, "index out of the bounds of its array at HERE"),
         ("shift", 32, {}, "shift by more bits than there are at HERE"),
         ("overflow", 100_000, {}, "integer overflow at HERE"),
         ("division", 0, {}, "division by zero"),
@@ -715,6 +765,35 @@ def test_a_mistake_with_memory_is_named_with_its_line(name, n, options, message)
     assert message.replace("HERE", place) in said
     assert said.count(place) == len(said.splitlines())  # in every order
     assert said.startswith(f"{name}: T: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "message"),
+    [
+        ("bad_index", 32, "index 31 is out of the bounds of an array of 31"),
+        ("negative_index", 1, "index -1 is out of the bounds of an array of 8"),
+        ("large_index", 33, "index 4294967295 is out of the bounds of an array of 32"),
+        ("last_member", 3, "index 3 is out of the bounds of an array of 3"),
+        ("reads_halves", 4, "index 4 is out of the bounds of an array of 4"),
+        ("reads_constants", 4, "index 4 is out of the bounds of an array of 4"),
+        ("reads_constants", 5, "index 5 is out of the bounds of an array of 4"),
+        ("writes_halves", 4, "illegal write out of the bounds of its array"),
+        ("by_pointer", 4, "illegal write out of the bounds of its array"),
+        ("in_wide_steps", 3, "illegal write out of the bounds of its array"),
+        ("by_wide_pointer", 4, "illegal read out of the bounds of its array"),
+    ],
+)
+def test_a_step_out_of_any_array_is_named_with_its_line(name, n, message):
+    said = complaint_of(MEMORY, name, 1, 32, floats(32), floats(32), n)
+    place = f"kernel.cu:{line_of(MEMORY, name)}"
+    assert said == f"{name}: T: {message} at {place}"  # in every order
+
+
+def test_the_address_behind_the_last_element_may_be_taken():
+    for order, seed in IN_ORDERS:
+        out, x = floats(32), np.arange(32, dtype=np.float32)
+        module(MEMORY)["up_to_the_end"](1, 1, out, x, 4, order=order, seed=seed)
+        assert out[:3].tolist() == [3, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ import pytest
 
 from minivllm.errors import ConfigError, CorruptFile, MinivllmError, ModelNotFound
 from minivllm.loading.gguf import (
-    LLAMA,
     convert_gguf,
-    hugging_face_name,
     hugging_face_tensor,
     model_config,
     split_halves,
 )
 from minivllm.loading.gguf_file import read_gguf
+from minivllm.loading.gguf_names import LLAMA, hugging_face_name
 from minivllm.loading.tensors import float32_to_bf16, read_header, read_safetensors
 from tests.tiny_gguf import HEAD_DIM, HEADS, write_tiny_gguf
 
@@ -303,7 +302,8 @@ def test_an_impossible_epsilon_is_refused(tiny_gguf, epsilon):
 
 
 def test_another_architecture_is_refused_with_the_known_ones(tiny_gguf):
-    with pytest.raises(ConfigError, match=r"'mamba', but only llama can"):
+    known = "gemma3, llama, qwen2, qwen3, qwen3moe"
+    with pytest.raises(ConfigError, match=f"'mamba', but only {known} can"):
         model_config(read_gguf(tiny_gguf(architecture="mamba")))
 
 
@@ -311,8 +311,9 @@ def test_another_architecture_is_refused_with_the_known_ones(tiny_gguf):
     "changes",
     [
         {"llama__rope__scaling__type": "yarn"},
-        {"llama__rope__scaling__factor": 4.0},
-        {"llama__rope__scale_linear": 2.0},
+        {"llama__rope__scaling__type": "longrope"},
+        {"llama__final_logit_softcapping": 30.0},
+        {"llama__attention__sliding_window": 4096},
         {"llama__rope__dimension_count": 32},
         {"split__count": 3},
     ],

@@ -24,10 +24,11 @@ LAYERS = {
     "sampling": {"errors", "json_files", "text", "ops"},
     "request": {"errors", "sampling"},
     "outputs": set(),
-    "models": {"errors", "ops"},
+    "models": {"errors", "json_files", "ops"},
     "reference": {"errors", "models", "sampling", "request"},
     "generation": {"errors", "models"},
     "loading": {"errors", "config", "json_files", "models", "reference"},
+    "parity": {"errors", "models", "reference", "loading"},
     "runners": {
         *("errors", "text", "ops", "models", "reference", "loading", "sampling"),
         "request",
@@ -49,12 +50,14 @@ LAYERS = {
     "cli": {
         *("errors", "config", "text", "loading", "sampling", "runners", "engine"),
         *("llm", "generation", "benchmarks", "viewer", "ops", "__init__"),
+        *("json_files", "models", "parity"),
     },
     "__init__": set(),
     "__main__": {"cli"},
 }
 # Only these modules may import torch, at the top or lazily.
 TORCH_MODULES = {
+    "benchmarks/experts.py",
     "benchmarks/machine.py",
     "benchmarks/profile.py",
     "benchmarks/sampler.py",
@@ -63,19 +66,23 @@ TORCH_MODULES = {
     "models/decoder.py",
     "models/layers.py",
     "models/merged.py",
+    "models/moe.py",
     "ops/compiler.py",
     "ops/cpu.py",
     "ops/cuda.py",
     "ops/cuda_layers.py",
+    "ops/cuda_moe.py",
     "ops/cuda_prefill.py",
     "ops/cuda_sampling.py",
     "ops/draw.py",
     "ops/launch.py",
     "ops/linear.py",
+    "ops/moe.py",
     "ops/operators.py",
     "ops/paged_attention.py",
     "ops/reference.py",
     "ops/rungs.py",
+    "parity.py",
     "runners/cuda_graphs.py",
     "runners/torch_runner.py",
     "sampling/logprobs.py",
@@ -173,7 +180,7 @@ print(outputs[0].outputs[0].token_ids, *sys.modules)
 @pytest.mark.parametrize(
     # A benchmark compares with it, where it happens to be installed.
     ("foreign", "allowed"),
-    [("transformers", ["benchmarks/sampler.py"]), ("bookkit", [])],
+    [("transformers", ["benchmarks/sampler.py", "parity.py"]), ("bookkit", [])],
 )
 def test_what_only_tests_and_book_use_is_never_imported(foreign, allowed):
     users = [

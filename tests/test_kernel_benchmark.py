@@ -16,20 +16,24 @@ from benchmarks.kernels import (
     argmax_job,
     attention_job,
     cache_job,
+    combine_job,
     copy_gb_s,
     draw_job,
     embedding_job,
+    grouped_job,
     line_of,
     matmul_tflop_s,
     measure,
     mlp_job,
     norm_job,
+    permute_job,
     prefill_job,
     result_path,
     rotary_job,
     run,
     softmax_job,
     time_calls,
+    topk_job,
 )
 from tests.kernels.tools import needs_compiler
 
@@ -49,6 +53,13 @@ LAYER = [
     mlp_job(torch.float32, 3, 40, 12, "cpu"),
     embedding_job(torch.bfloat16, 3, 40, "cpu"),
     cache_job(torch.bfloat16, 3, 2, 16, "cpu"),
+]
+
+EXPERTS = [
+    topk_job(torch.float16, 3, 40, 4, "cpu"),
+    permute_job(5, 6, 2, "cpu"),
+    grouped_job(torch.float16, 5, 6, 2, 40, 24, "cpu"),
+    combine_job(torch.bfloat16, 3, 2, 40, "cpu"),
 ]
 
 
@@ -78,6 +89,28 @@ def test_each_small_kernel_does_what_torch_does(job):
         assert not results.pop(name, torch.ones(1)).equal(results["torch"])
     for result in results.values():
         assert torch.allclose(result, results["torch"], rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("job", EXPERTS, ids=lambda job: job.op)
+def test_each_step_of_experts_does_what_torch_does(job):
+    results = {}
+    for rung in job.make():
+        torch.manual_seed(0)
+        results[rung] = job.make()[rung]().float()
+    assert list(results)[-1] == "torch" and len(results) >= 3
+    for result in results.values():
+        torch.testing.assert_close(result, results["torch"], rtol=0.01, atol=0.002)
+
+
+def test_the_bytes_of_experts_are_those_by_hand():
+    topk, permute, grouped, combine = (job.num_bytes for job in EXPERTS)
+    assert topk == 3 * (2 * 40 + 4 * (4 + 8))  # weights of 4 bytes, experts of 8
+    assert permute == 5 * 2 * (8 + 8) + 4 * 7
+    touched = len(script.choose_experts(5, 6, 2).unique())
+    assert 2 < touched < 6, "the weights of one expert at least are not read"
+    assert grouped == 2 * (touched * 24 * 40 + 10 * (40 + 24)) + 4 * 7
+    assert combine == 2 * (6 + 3) * 40 + 6 * (8 + 4)
 
 
 def test_the_bytes_of_the_small_kernels_are_those_by_hand():
@@ -227,6 +260,7 @@ def test_the_jobs_cover_every_op_and_what_they_name_can_be_made():
     ops |= {job.op for job in LAYER}
     ops |= {"argmax", "draw", "cut_and_draw"}
     ops |= {"prefill_attention"}
+    ops |= {job.op for job in EXPERTS}
     assert {job.op for job in jobs} == ops
     assert all(job.num_bytes > 0 for job in jobs)
     assert len({(job.op, job.dtype, *job.sizes.values()) for job in jobs}) == len(jobs)
@@ -272,8 +306,8 @@ def test_the_numbers_are_written_with_what_they_belong_to(monkeypatch, tmp_path)
 
     monkeypatch.setattr(script, "run", fake_run)
     script.main([])
-    both = {torch.bfloat16, torch.float32}
-    assert asked == [(both, "cuda", 60 * 2**20, time_calls)]
+    types = {torch.bfloat16, torch.float32, torch.int64}
+    assert asked == [(types, "cuda", 60 * 2**20, time_calls)]
     written = json.loads((tmp_path / "gpu-nvidia-h200.json").read_text())
     assert written["capability"] == "9.0"
     assert written["cuda"] == "13.0"

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from minivllm.errors import ShapeError
 from minivllm.models.decoder import Decoder
 from minivllm.models.layers import TorchCachedContext, TorchStaticBatchContext
 from minivllm.reference.attention import CachedContext, StaticBatchContext
 from minivllm.runners.kv_cache import kv_bytes_per_token
+from tests.fake_cuda import IndexWithoutCuda
 from tests.tiny_decoders import SPEC, numpy_decoder, torch_decoder
 
 TEXT = [3, 1, 4, 15, 9, 26, 5, 35, 8, 11]
@@ -144,10 +144,13 @@ def test_every_row_of_a_torch_batch_sees_something():
     # A softmax over nothing is NaN in some attention kernels.
     context = torch_decoder().static_batch_context([3, 1], 5)
     context.advance(1)
-    assert context.mask(end=3).int().tolist() == [
-        [[1, 1, 0], [1, 1, 1]],
-        [[0, 1, 0], [0, 0, 1]],
-    ]
+    for window in (None, 3, 1000):
+        assert context.mask(0, 3, window).int().tolist() == [
+            [[1, 1, 0], [1, 1, 1]],
+            [[0, 1, 0], [0, 0, 1]],
+        ]
+    assert context.mask(0, 3, 2).int().tolist()[0] == [[1, 1, 0], [0, 1, 1]]
+    assert context.mask(1, 3, 1).int().tolist() == [[[1, 0], [0, 1]]] * 2
 
 
 def test_a_full_static_batch_refuses(decoder):
@@ -179,39 +182,6 @@ def test_a_bfloat16_decoder_caches_in_bfloat16():
         logits = decoder.extend(piece, context)
     assert logits.dtype == np.float32
     assert np.abs(logits - exact).max() < 0.05 * np.abs(exact).max()
-
-
-class IndexWithoutCuda(TorchFunctionMode):
-    """Lets a torch without CUDA index fake CUDA tensors; its own way wants a device."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__getitem__:
-            return self.view(*args)
-        if func is torch.Tensor.__setitem__:
-            x, index, value = args
-            place = self.view(x, index)
-            assert (place.device, place.dtype) == (value.device, value.dtype)
-            assert value.expand(place.shape).shape == place.shape
-            return None
-        return func(*args, **(kwargs or {}))
-
-    def view(self, x, index):
-        axis = 0
-        index = index if isinstance(index, tuple) else (index,)
-        for item in index:
-            if item is None:
-                x = x.unsqueeze(axis)
-            elif item is Ellipsis:
-                axis += x.ndim - len(index) + 1
-                continue
-            elif isinstance(item, int):
-                x = x.select(axis, item)
-                continue
-            else:
-                start, stop, _ = item.indices(x.shape[axis])
-                x = x.narrow(axis, start, stop - start)
-            axis += 1
-        return x
 
 
 def test_one_step_on_cuda_mixes_no_devices():

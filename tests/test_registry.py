@@ -91,6 +91,13 @@ def test_an_empty_variable_forces_nothing(monkeypatch):
     assert choose("mix", "cpu", "float16").backend.name == "compiled"
 
 
+def test_a_backend_may_stand_behind_another():
+    registry.add_backend("mix", Backend("new", "newest", needs_cuda), behind="cuda")
+    names = [backend.name for backend in registry.OPS["mix"]]
+    assert names == ["cuda", "new", "compiled", "torch"]
+    assert choose("mix", "cuda", "float16").backend.name == "cuda"
+
+
 def test_every_backend_has_a_verdict():
     assert explain("mix", "cpu", "float16") == {
         "cuda": "it runs on cuda, not on cpu",

@@ -125,7 +125,7 @@ def test_both_spellings_of_the_dtype_are_read():
         ({"hidden_size": 10**400}, "hidden_size is 1000"),
         ({"num_hidden_layers": 10_001}, "num_layers is 10001"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"head_dim": 7}, "head_dim is 7"),

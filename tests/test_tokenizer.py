@@ -89,6 +89,7 @@ def test_vocab_size_is_the_largest_id_plus_one(tmp_path):
     rows = {"[PAD256]": TokenType.UNUSED, "<|end|>": TokenType.CONTROL}
     tokenizer = load(byte_level(added=rows), tmp_path)
     assert tokenizer.vocab_size == 258  # 257 tokens: id 256 is a hole
+    assert tokenizer.missing_token_ids == [256]
     assert tokenizer.token_bytes(256) == b""
 
 
@@ -103,8 +104,13 @@ def test_rows_beyond_the_tokens_are_padding_but_missing_rows_are_an_error(folder
     tokenizer = Tokenizer.from_dir(folder)
     tokenizer.check_embedding_rows(260)
     tokenizer.check_embedding_rows(320)
-    with pytest.raises(ConfigError, match=r"largest token id is 259, .* only 259 rows"):
-        tokenizer.check_embedding_rows(259)
+    tokenizer.check_embedding_rows(259)  # an added token that the model never saw
+    message = r"largest token id for text is 258, .* only 258 rows"
+    with pytest.raises(ConfigError, match=message):
+        tokenizer.check_embedding_rows(258)  # no row for the end
+    message = r"largest token id for text is 256, .* only 256 rows"
+    with pytest.raises(ConfigError, match=message):
+        change(folder, bos_token=None, eos_token=None).check_embedding_rows(256)
 
 
 @pytest.mark.parametrize("half", ["\ud83d", "ok \udc80"])
@@ -320,6 +326,15 @@ class TestChatTemplate:
     def test_a_template_file_wins_over_the_config(self, folder):
         (folder / "chat_template.jinja").write_text("from a file", encoding="utf-8")
         assert Tokenizer.from_dir(folder).apply_chat_template(HELLO) == "from a file"
+
+    def test_named_templates_may_be_files_of_their_own(self, folder):
+        more = folder / "additional_chat_templates"
+        more.mkdir()
+        (more / "tool_use.jinja").write_text("for tools", encoding="utf-8")
+        tokenizer = templated(folder, "plain")
+        assert tokenizer.apply_chat_template(HELLO) == "plain"
+        tools = [{"name": "f"}]
+        assert tokenizer.apply_chat_template(HELLO, tools=tools) == "for tools"
 
     @pytest.mark.parametrize(
         ("messages", "words"),

@@ -1,5 +1,7 @@
 """Both decoders with the same tiny random weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -20,26 +22,41 @@ SPEC = ModelSpec(
     rms_norm_eps=1e-5,
     rope=RopeSpec(theta=10_000.0),
 )
+# Every knob of Gemma, and windows of all kinds: some, none, one that is larger by one.
+GEMMA = replace(
+    SPEC,
+    hidden_size=32,
+    intermediate_size=64,
+    head_dim=16,
+    hidden_act="gelu_tanh",
+    qk_norm=True,
+    norm_plus_one=True,
+    post_norms=True,
+    embedding_scale=32**0.5,
+    query_pre_attn_scalar=24.0,
+    windows=(5, None, 6),
+    local_rope=RopeSpec(theta=100.0),
+)
 
 
-def random_weights():
+def random_weights(spec=SPEC):
     """Draw matrices that keep the size of what passes, and norms around one."""
     random = np.random.default_rng(0)
     weights = {}
-    for name, shape in SPEC.weight_shapes().items():
+    for name, shape in spec.weight_shapes().items():
         noise = random.standard_normal(shape, dtype=np.float32)
         is_norm = len(shape) == 1
         weights[name] = 1 + 0.3 * noise if is_norm else noise / shape[1] ** 0.5
     return weights
 
 
-def numpy_decoder():
-    return NumpyDecoder(SPEC, random_weights())
+def numpy_decoder(spec=SPEC):
+    return NumpyDecoder(spec, random_weights(spec))
 
 
-def torch_decoder():
-    decoder = Decoder(SPEC)
+def torch_decoder(spec=SPEC):
+    decoder = Decoder(spec)
     decoder.load_weights(
-        {name: torch.from_numpy(w) for name, w in random_weights().items()}
+        {name: torch.from_numpy(w) for name, w in random_weights(spec).items()}
     )
     return decoder

@@ -74,7 +74,11 @@ def write_byte_tokenizer(folder: Path, chat_template: str | None) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def write_parrot(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def write_parrot(
+    folder: Path,
+    chat_template: str | None = CHAT_TEMPLATE,
+    sentences: tuple[list[int], ...] = ([*": blué!".encode(), EOS], [*b"xyzx"]),
+) -> Path:
     """Write a model that always says the same, and return its folder.
 
     Its layers do nothing, its embedding and output matrix look up what follows a
@@ -90,7 +94,6 @@ def write_parrot(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> Pat
         for name, tensor in make_tensors(config).items()
     }
     tensors["model.embed_tokens.weight"] = np.eye(BYTE_VOCAB_SIZE, dtype=np.float32)
-    sentences = ([*": blué!".encode(), EOS], [*b"xyzx"])
     for sentence in sentences:
         for token_id, following in pairwise(sentence):
             tensors["lm_head.weight"][following, token_id] = 1

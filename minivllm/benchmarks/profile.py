@@ -11,7 +11,7 @@ Called by the command line.
 
 In vLLM: vllm/profiler/layerwise_profile.py (layerwise_profile), vllm/v1/utils.py
 (record_function_or_nullcontext).
-Source: appendix A22, "Profiling".
+Source: appendix A22, "Profiling"; appendix A25, "Experts in the engine".
 """
 
 import itertools
@@ -165,7 +165,7 @@ GROUP_OF = {
     "embedding": "small operations",
     "rms_norm": "small operations",
     "rotary_embedding": "small operations",
-    "silu_and_mul": "small operations",
+    "activation": "small operations",
     "reshape_and_cache": "small operations",
     "scores to float32": "sampler",
     "argmax": "sampler",
@@ -175,6 +175,11 @@ GROUP_OF = {
     "decoder, between": "between",
     "runner, between": "between",
     "engine, between": "between",
+    "router": "linear",
+    "shared expert's gate": "linear",
+    "topk_softmax": "small operations",
+    "moe_permute": "small operations",
+    "moe_combine": "small operations",
 }
 STEP = "engine, between"  # the whole step, less what is in it
 # What a layer, a part of it or the decoder holds -> the part of the step.
@@ -187,9 +192,17 @@ ATTRIBUTES = {
     "rotary_embedding": "rotary_embedding",
     "o_proj": "o",
     "gate_up_proj": "gate_up",
-    "silu_and_mul": "silu_and_mul",
+    "silu_and_mul": "activation",
     "down_proj": "down",
     "lm_head": "head",
+    "pre_feedforward_layernorm": "rms_norm",
+    "post_feedforward_layernorm": "rms_norm",
+    "act_and_mul": "activation",
+    "gate": "router",
+    "shared_expert_gate": "shared expert's gate",
+    "topk_softmax": "topk_softmax",
+    "moe_permute": "moe_permute",
+    "moe_combine": "moe_combine",
 }
 # A weight of the checkpoint -> the product that it is in.
 USES = {
@@ -197,6 +210,8 @@ USES = {
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up"),
     "o_proj": "o",
     "down_proj": "down",
+    "gate": "router",
+    "shared_expert_gate": "shared expert's gate",
 }
 
 
@@ -263,7 +278,7 @@ def numpy_places(runner: Any, timers: Timers) -> Iterator[Place]:
     yield Place(decoder, "forward", "decoder, between")
     yield Place(decoder, "linear", partial(timed_linear, timers))
     yield Place(decoder, "norm", "rms_norm")
-    yield Place(decoder, "activation", "silu_and_mul")
+    yield Place(decoder, "activation", "activation")
     yield Place(decoder, "compute_logits", "head")
     yield Place(reference, "apply_rope", "rotary_embedding")
 
@@ -561,8 +576,9 @@ def floors_of(runner: Any, work: Work, limits: Limits) -> dict[str, float]:
     """Return for each part the seconds below which this machine cannot do it.
 
     A product reads its weights, attention reads keys and values; both also multiply.
-    What is slower counts. All other parts work on numbers that were written just now
-    and lie in a cache: memory sets them no limit.
+    What is slower counts. Of experts, those of one token have to be read at least. All
+    other parts work on numbers that were written just now and lie in a cache: memory
+    sets them no limit.
     """
     spec: ModelSpec = runner.decoder.spec
     num_bytes = runner.kv_cache.itemsize
@@ -575,6 +591,11 @@ def floors_of(runner: Any, work: Work, limits: Limits) -> dict[str, float]:
         use = USES.get(name.split(".")[-2])
         if use:
             num_weights[use] += prod(shape)
+    if spec.moe is not None:
+        skipped = spec.moe.num_experts - spec.moe.top_k
+        idle = skipped * len(spec.moe.layers) * spec.moe.intermediate_size
+        num_weights["gate_up"] -= 2 * idle * spec.hidden_size
+        num_weights["down"] -= idle * spec.hidden_size
     floors = {}
     for use, count in num_weights.items():
         num_rows = work.num_sampled if use == "head" else work.num_tokens
@@ -587,11 +608,16 @@ def floors_of(runner: Any, work: Work, limits: Limits) -> dict[str, float]:
 
 
 def backend_of(runner: Any, part: str) -> str:
-    """Return what runs a part, if it is an op."""
+    """Return what runs a part, if it is an op; of products, that of most layers."""
     if not hasattr(runner, "choices"):
         is_op = GROUP_OF[part] in ("linear", "attention", "small operations")
         return "numpy" if is_op else ""
+    spec = runner.decoder.spec
     op = "linear" if GROUP_OF[part] == "linear" else part
+    if part == "activation":
+        op = f"{spec.hidden_act}_and_mul"
+    elif part in ("gate_up", "down") and spec.moe is not None:
+        op = "grouped_linear"
     choice = runner.choices.get(op)
     return choice.backend.name if choice else ""
 

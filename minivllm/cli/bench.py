@@ -4,7 +4,8 @@ The tables go to standard output, progress to standard error.
 
 In vLLM: vllm/entrypoints/cli/benchmark/throughput.py (BenchmarkThroughputSubcommand).
 Source: appendix A9, "Measuring"; appendix A12, "A sampler for a whole batch"; appendix
-    A21, "CUDA graphs"; appendix A22, "Profiling".
+    A21, "CUDA graphs"; appendix A22, "Profiling"; appendix A25, "Experts in the
+    engine".
 """
 
 import argparse
@@ -36,11 +37,14 @@ SAMPLER = "sampler"
 
 PROFILE = "profile"
 
+MOE = "moe"
+
 DESCRIPTIONS = {
     **{name: workload.description for name, workload in WORKLOADS.items()},
     LADDER: "8 small requests, from naive generation to the engine",
     SAMPLER: "64 rows of scores, sampled with many sets of parameters",
     PROFILE: "steps of 1 and 16 requests and a prompt, part by part",
+    MOE: "a layer of experts, next to a dense one as wide as those read",
 }
 EXAMPLES = f"""\
 workloads (greedy, end tokens ignored, token ids in and out, all submitted at once):
@@ -294,7 +298,7 @@ def run_ladder(
 
 def check_workloads(arguments: argparse.Namespace) -> None:
     """Refuse what a workload cannot do, before anything is loaded."""
-    needs = {LADDER: ("torch", "numpy"), SAMPLER: ("torch",)}
+    needs = {LADDER: ("torch", "numpy"), SAMPLER: ("torch",), MOE: ("torch",)}
     needs[PROFILE] = ("torch", "numpy")
     for name, backends in needs.items():
         if name in arguments.workloads and arguments.backend not in backends:
@@ -329,6 +333,8 @@ def run(arguments: argparse.Namespace) -> int:
         records, bars = records + rungs, bars + rung_bars
     if SAMPLER in arguments.workloads:
         records += run_sampler(arguments)
+    if MOE in arguments.workloads:
+        records += run_experts(arguments)
     if PROFILE in arguments.workloads:
         found, profiles = run_profile(arguments)
         records += found
@@ -391,3 +397,29 @@ def run_profile(
     print()
     settings = {"max_num_seqs": MAX_NUM_SEQS, "enforce_eager": True}
     return [profile.as_json() | settings for profile in profiles], profiles
+
+
+def run_experts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure a layer of experts, print its table, and return records."""
+    from minivllm.benchmarks.experts import experts_table, measure_experts
+    from minivllm.benchmarks.measure import QUIET_CORES, Bystanders
+    from minivllm.loading.hub import resolve_model
+    from minivllm.loading.loader import load_model
+
+    folder = resolve_model(arguments.model, progress=True)
+    options = {"dtype": arguments.dtype, "device": arguments.device}
+    decoder = load_model(folder, backend="torch", **options)
+    weight = decoder.norm.weight
+    arguments.dtype = str(weight.dtype).removeprefix("torch.")
+    arguments.device = str(weight.device)
+    with Bystanders() as bystanders:
+        # A median of few is easily disturbed, and a repetition takes milliseconds.
+        times = measure_experts(decoder, 5 * arguments.reps, note=show_progress)
+    print(experts_table(decoder.spec, times))
+    if (bystanders.other_cores or 0) >= QUIET_CORES:
+        print(
+            f"other processes used {bystanders.other_cores:.2f} cores meanwhile: "
+            "run it again on a quiet machine"
+        )
+    print()
+    return [row.as_json() for row in times]

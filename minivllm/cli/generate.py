@@ -5,17 +5,18 @@ on standard error, so that a pipe gets the text alone.
 
 In vLLM: vllm/entrypoints/cli/openai.py (CompleteCommand), a client of its server.
 Source: appendix A4, "The command line"; appendix A9, "Measuring"; appendix A14, "One
-    prompt, many answers"; appendix A21, "CUDA graphs".
+    prompt, many answers"; appendix A21, "CUDA graphs"; appendix A27, "Thinking".
 """
 
 import argparse
+import json
 import math
 import os
 import secrets
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.main import INTERRUPTED
 from minivllm.cli.options import add_model_options, apply_model_options, integer
@@ -37,14 +38,18 @@ examples:
 """
 
 
-def temperature(text: str) -> float:
-    """Parse a temperature, for argparse."""
+def temperature(text: str) -> float | None:
+    """Parse a temperature, for argparse; None is the one that the makers recommend."""
+    if text == "auto":
+        return None
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of at least 0, and not auto"
+        )
     return value
 
 
@@ -57,6 +62,19 @@ SAMPLING_OPTIONS: dict[str, tuple[type, str]] = {
     "presence_penalty": (float, "subtracted from the scores of tokens of the answer"),
     "frequency_penalty": (float, "the same, as often as the answer has the token"),
 }
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object, for argparse."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is no JSON object such as {{"enable_thinking": false}}'
+        )
+    return value
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +92,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=temperature,
         default=0.0,
         metavar="T",
-        help="0 takes the likeliest token, higher is more random (default: 0)",
+        help="0 takes the likeliest token, higher is more random, auto is what the "
+        "model's makers recommend (default: 0)",
     )
     for name, (kind, text) in SAMPLING_OPTIONS.items():
         metavar = "K" if kind is int else "P"
@@ -93,6 +112,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="end the answer before this text; may be given several times",
     )
     add("--system", metavar="TEXT", help="a system message to put before the prompt")
+    add(
+        "--chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}'",
+    )
+    add(
+        "--split-reasoning",
+        action="store_true",
+        help="write what the model thinks to standard error, apart from the answer",
+    )
     add(
         "--raw",
         action="store_true",
@@ -135,6 +166,11 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of the prompt, as a chat unless it is to be raw."""
     if arguments.raw:
+        if arguments.chat_template_kwargs:
+            raise RequestError(
+                "--chat-template-kwargs are for a chat template, but --raw takes none: "
+                "leave one of the two out"
+            )
         return tokenizer.encode(prompt)
     if tokenizer.chat_template is None:
         raise RequestError(
@@ -144,7 +180,8 @@ def encode_prompt(
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         messages.insert(0, {"role": "system", "content": arguments.system})
-    return tokenizer.encode_chat(messages)
+    variables = tokenizer.check_template_kwargs(arguments.chat_template_kwargs)
+    return tokenizer.encode_chat(messages, **variables)
 
 
 def summary(num_prompt_tokens: int, seconds: list[float], finish_reason: str) -> str:
@@ -172,15 +209,24 @@ def stream(
 ) -> int:
     """Write the answer piece by piece, then the line of numbers."""
     finish_reason = error = None
+    is_thinking = False  # in a line of standard error
     seconds = []  # when each token came
     start = time.perf_counter()
     try:
         for piece in llm.stream(prompt_token_ids, sampling_params):
             seconds += [time.perf_counter() - start] * len(piece.token_ids)
             finish_reason, error = piece.finish_reason, piece.error
+            if piece.reasoning_content:
+                print(piece.reasoning_content, end="", file=sys.stderr, flush=True)
+                is_thinking = True
+            if is_thinking and piece.text:
+                print(file=sys.stderr, flush=True)
+                is_thinking = False
             print(piece.text, end="", flush=True)
     except KeyboardInterrupt:
         finish_reason = "abort"
+    if is_thinking:
+        print(file=sys.stderr, flush=True)
     print(flush=True)
     if error:
         raise MinivllmError(error)
@@ -201,19 +247,18 @@ def run(arguments: argparse.Namespace) -> int:
     from minivllm.text.tokenizer import Tokenizer
 
     # Whatever can be refused is refused before the weights are read.
-    given = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    names = ("temperature", "split_reasoning", "stop", *SAMPLING_OPTIONS)
+    given = {name: getattr(arguments, name) for name in names}
     wishes = {name: value for name, value in given.items() if value is not None}
     seed = secrets.randbits(64) if arguments.seed is None else arguments.seed
-    params = SamplingParams(
-        temperature=arguments.temperature, seed=seed, stop=arguments.stop, **wishes
-    )
+    params = SamplingParams(seed=seed, **wishes)
     folder = resolve_model(arguments.model, progress=True)
     prompt_token_ids = encode_prompt(Tokenizer.from_dir(folder), prompt, arguments)
     spec = load_spec(folder)
     context = spec.max_position_embeddings
     room = context - len(prompt_token_ids)
     max_tokens = arguments.max_tokens or max(1, min(DEFAULT_MAX_TOKENS, room))
-    check_request(spec, prompt_token_ids, max_tokens, arguments.temperature)
+    check_request(spec, prompt_token_ids, max_tokens, arguments.temperature or 0.0)
     block_size = math.gcd(context, 16)  # the last block ends with the context
     with LLM(
         folder,

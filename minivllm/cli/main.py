@@ -6,7 +6,7 @@ named subcommand is imported, so `--help` loads no array library.
 
 In vLLM: vllm/entrypoints/cli/main.py.
 Source: appendix A4, "The command line"; appendix A8, "Traces"; appendix A9,
-    "Measuring"; appendix A16, "Launching kernels".
+    "Measuring"; appendix A16, "Launching kernels"; appendix A23, "Reading families".
 """
 
 import argparse
@@ -33,6 +33,10 @@ COMMANDS = {
     "trace": ("minivllm.cli.trace", "show what the engine did, step by step"),
     "bench": ("minivllm.cli.bench", "measure how fast the engine is on this machine"),
     "ops": ("minivllm.cli.ops", "say what runs each operation, and why"),
+    "check": (
+        "minivllm.cli.check",
+        "say what a checkpoint is, and whether it is computed as it should be",
+    ),
 }
 
 EXIT_CODES = """\

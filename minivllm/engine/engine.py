@@ -7,7 +7,8 @@ Invariant: every request that was added ends in exactly one finished `RequestOut
 with a reason, whatever goes wrong. Not safe to call from several threads: `LLM` is.
 
 In vLLM: vllm/v1/engine/llm_engine.py (LLMEngine), vllm/v1/engine/core.py (EngineCore).
-Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers".
+Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers";
+    appendix A27, "Thinking".
 """
 
 import itertools
@@ -41,6 +42,7 @@ from minivllm.sampling.params import (
 )
 from minivllm.sampling.uniform import seed_of
 from minivllm.text.detokenizer import IncrementalDetokenizer
+from minivllm.text.reasoning import ReasoningSplitter, prompt_end_of, tag_ids
 from minivllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,28 @@ class Continuation:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_taken_tokens: int = 0  # of the answer, written as text already
+
+    splitter: ReasoningSplitter | None = None
+    reasoning_content: str | None = None
+
+    def add_text(self, piece: str) -> None:
+        """Append text that has become certain."""
+        if self.splitter is None:
+            self.text += piece
+        else:
+            self._add_parts(*self.splitter.add(piece))
+
+    def finish_text(self) -> None:
+        """Append what was held back."""
+        if self.detokenizer:
+            self.add_text(self.detokenizer.finish())
+        if self.splitter:
+            self._add_parts(*self.splitter.finish())
+
+    def _add_parts(self, thoughts: str, answer: str) -> None:
+        if self.splitter.has_thoughts:
+            self.reasoning_content = (self.reasoning_content or "") + thoughts
+        self.text += answer
 
 
 @dataclass(slots=True)
@@ -256,13 +280,20 @@ class LLMEngine:
             member.arrival = self._num_requests
             member.arrival_time = arrival_time
             self._num_requests += 1
-            detokenizer = self._make_detokenizer(member)
-            state.continuations.append(Continuation(member, detokenizer))
+            state.continuations.append(self._make_continuation(member))
         self._states[request.request_id] = state
         self._names.update(names)
         for continuation in state.continuations:
             self.added.append(continuation.request)
             self.scheduler.add_request(continuation.request)
+
+    def _make_continuation(self, request: Request) -> Continuation:
+        splitter = None
+        if self.tokenizer and request.sampling_params.split_reasoning:
+            prompt_end = prompt_end_of(self.tokenizer, request.prompt_token_ids)
+            splitter = ReasoningSplitter(prompt_end)
+        detokenizer = self._make_detokenizer(request)
+        return Continuation(request, detokenizer, splitter=splitter)
 
     def _make_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
         if self.tokenizer is None:
@@ -271,6 +302,7 @@ class LLMEngine:
         return IncrementalDetokenizer(
             self.tokenizer,
             skip_special_tokens=params.skip_special_tokens,
+            shown_token_ids=tag_ids(self.tokenizer) if params.split_reasoning else (),
             stop=params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
@@ -371,11 +403,7 @@ class LLMEngine:
             stop_token_ids=stop_token_ids,
             priority=priority,
             cache_salt=cache_salt,
-            bad_words=tuple(
-                spelling
-                for word in params.bad_words
-                for spelling in spellings_of(word, self.tokenizer)
-            ),
+            bad_words=self._bad_words(params),
             logits_processors=self._make_processors(params),
             prompt_logprobs=[None] * len(token_ids) if wants_prompt else None,
         )
@@ -473,8 +501,7 @@ class LLMEngine:
             request = continuation.request
             if request.status.is_finished and request.finished_time is None:
                 request.finished_time = now
-                if continuation.detokenizer:
-                    continuation.text += continuation.detokenizer.finish()
+                continuation.finish_text()
         leader = state.continuations[0].request
         if state.prompt_logprobs is None and leader.prompt_logprobs is not None:
             if None not in leader.prompt_logprobs[1:]:
@@ -515,6 +542,7 @@ class LLMEngine:
             cumulative_logprob=(
                 continuation.cumulative_logprob if has_logprobs else None
             ),
+            reasoning_content=continuation.reasoning_content,
         )
 
     def _forget_finished(self, state: RequestState) -> None:
@@ -568,7 +596,7 @@ class LLMEngine:
             is_stop_mark = is_stopped and place == len(new_token_ids)
             if is_stop_mark and not params.include_stop_str_in_output:
                 break
-            continuation.text += detokenizer.add(token_id)
+            continuation.add_text(detokenizer.add(token_id))
             if detokenizer.stop_reason is not None:
                 num_behind = len(new_token_ids) - place
                 del request.token_ids[request.num_tokens - num_behind :]
@@ -577,6 +605,14 @@ class LLMEngine:
                 request.status = RequestStatus.FINISHED_STOPPED
                 return new_token_ids[:place]
         return new_token_ids
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return what must not be said, in tokens; rows without a token as well."""
+        if self.tokenizer is None:
+            return ()
+        missing = [(token_id,) for token_id in self.tokenizer.missing_token_ids]
+        spellings = (spellings_of(word, self.tokenizer) for word in params.bad_words)
+        return tuple(itertools.chain(missing, *spellings))
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse ids that the model lacks, and texts if there is no tokenizer."""
@@ -591,7 +627,7 @@ class LLMEngine:
                     f"{name} holds {max(token_ids)}, but the model knows 0 to "
                     f"{self.runner.vocab_size - 1}: use ids of this model's tokenizer"
                 )
-        for name in ("stop", "bad_words", *GUIDES):
+        for name in ("stop", "bad_words", "split_reasoning", *GUIDES):
             if self.tokenizer is None and getattr(params, name):
                 raise RequestError(
                     f"{name} is {getattr(params, name)!r:.80}, but this engine has no "

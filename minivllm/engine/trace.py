@@ -10,7 +10,7 @@ that somebody listens to; `read_trace` by the viewer, the twin and the command l
 In vLLM: there is no such file; its engine publishes events of the block pool
 (vllm/distributed/kv_events.py) and statistics (vllm/v1/metrics/stats.py).
 Source: chapter 4, "Continuous batching"; appendix A7, "LLM"; appendix A8, "Traces";
-    appendix A14, "One prompt, many answers".
+    appendix A14, "One prompt, many answers"; appendix A25, "Experts in the engine".
 """
 
 import json
@@ -108,6 +108,10 @@ def finish_record(
         for request in told
         if request.status.is_finished
     }
+    counts = getattr(engine.runner, "expert_counts", None)
+    if counts is not None:  # in JSON, keys are texts
+        tokens_of = counts.take().items()
+        record["tokens_per_expert"] = {str(layer): rows for layer, rows in tokens_of}
 
 
 logger = logging.getLogger(__name__)
@@ -280,3 +284,17 @@ def _check_fields(
                 f"line {number} of {path} is damaged: its {name!r} is {found}; delete "
                 "it and all after it, or record again"
             )
+
+
+def expert_loads(records: Iterable[dict[str, Any]]) -> dict[int, list[int]]:
+    """Add up how many tokens each expert got, by layer; {} if nobody has counted.
+
+    Args:
+        records: Of a trace whose engine was told to count, see `LLM.count_experts`.
+    """
+    loads: dict[int, list[int]] = {}
+    for record in records:
+        for key, counts in record.get("tokens_per_expert", {}).items():
+            before = loads.get(int(key), [0] * len(counts))
+            loads[int(key)] = [a + b for a, b in zip(before, counts, strict=True)]
+    return loads

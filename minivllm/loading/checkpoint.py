@@ -7,11 +7,12 @@ are read, unless a tied output matrix must be compared. Called by the loader.
 In vLLM: vllm/model_executor/model_loader/weight_utils.py
 (filter_duplicate_safetensors_files) and vllm/model_executor/models/utils.py
 (AutoWeightsLoader), which stops at the first name that it does not know.
-Source: appendix A3, "Loading".
+Source: appendix A3, "Loading"; appendix A23, "Reading families".
 """
 
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from minivllm.errors import ConfigError, CorruptFile, ModelNotFound, WeightMismatch
 from minivllm.json_files import read_json
 from minivllm.loading.tensors import read_header, read_safetensors
-from minivllm.models.families.base import Family
+from minivllm.models.families.base import Family, Part
 from minivllm.models.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -31,12 +32,13 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor as a file has it, not yet read."""
+    """One tensor as a file has it, not yet read, or the part of it that we need."""
 
     path: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+    part: Part = ()
 
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:
@@ -99,6 +101,45 @@ def bullet_list(lines: Iterable[str], limit: int = 20) -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """Tensors that are there if and only if a setting says so."""
+
+    what: str
+    setting: str
+    pattern: str  # of their names
+    in_all_layers: bool = True  # or in none
+
+    def is_torn(self, found: set[str], num_layers: int) -> bool:
+        """Tell whether some are missing that no setting could take away."""
+        layers: dict[str, set[str]] = {}
+        for name in found:
+            _, layer, rest = name.split(".", 2)
+            layers.setdefault(layer, set()).add(rest)
+        kinds = {frozenset(names) for names in layers.values()}
+        lacks_layers = self.in_all_layers and 0 < len(layers) < num_layers
+        return len(kinds) > 1 or lacks_layers
+
+
+# What can be told from the names of tensors, and where a config says the same.
+KNOBS = (
+    Knob("biases", "attention_bias, mlp_bias and the architecture", r".*_proj\.bias"),
+    Knob("norms of queries and keys", "the architecture", r".*\.[qk]_norm\.weight"),
+    Knob(
+        "norms before or behind an MLP",
+        "the architecture",
+        r"layers\.\d+\.(pre|post)_feedforward_layernorm\.weight",
+    ),
+    Knob(
+        "matrices of experts",
+        "num_experts, decoder_sparse_step and mlp_only_layers",
+        r".*\.mlp\.(experts|gate)\..*",
+        in_all_layers=False,
+    ),
+    Knob("tensors of shared experts", "the architecture", r".*\.shared_expert.*"),
+)
+
+
 def disagreements(spec: ModelSpec, matched: dict[str, StoredTensor]) -> Iterator[str]:
     """Say which settings of config.json the files contradict."""
     if "lm_head.weight" not in matched and not spec.tie_word_embeddings:
@@ -118,14 +159,26 @@ def disagreements(spec: ModelSpec, matched: dict[str, StoredTensor]) -> Iterator
             f"config.json says num_hidden_layers = {spec.num_layers}, but the files "
             f"hold {len(layers)} layers"
         )
-    needed, found = (
-        {name for name in names if name.endswith(".bias")}
-        for names in (spec.weight_shapes(), matched)
-    )
-    if needed != found:
+    queries = matched.get("layers.0.self_attn.q_proj.weight")
+    if queries and queries.shape[0] != spec.num_heads * spec.head_dim:
         yield (
-            f"config.json asks for {len(needed)} biases, but the files hold "
-            f"{len(found)}: see attention_bias and mlp_bias in config.json"
+            f"config.json asks for {spec.num_heads} heads of {spec.head_dim}, but the "
+            f"files make queries of {queries.shape[0]} numbers: see head_dim and "
+            "num_attention_heads in config.json"
+        )
+    for knob in KNOBS:
+        needed, found = (
+            {name for name in names if re.fullmatch(knob.pattern, name)}
+            for names in (spec.weight_shapes(), matched)
+        )
+        if needed == found or len(layers) != spec.num_layers:
+            continue
+        way_out = f"see {knob.setting} in config.json"
+        if knob.is_torn(found, spec.num_layers):
+            way_out = "the files are incomplete, fetch them again"
+        yield (
+            f"config.json asks for {len(needed)} {knob.what}, but the files hold "
+            f"{len(found)}: {way_out}"
         )
 
 
@@ -152,6 +205,55 @@ def drop_redundant_head(matched: dict[str, StoredTensor]) -> None:
 def match_tensors(
     spec: ModelSpec, family: Family, stored: Iterable[StoredTensor]
 ) -> dict[str, StoredTensor]:
+    """Return where each tensor lies that the decoder needs, as `account_for` finds it.
+
+    Raises:
+        WeightMismatch: The tensors are not the ones that the spec needs.
+        ConfigError: A tensor is in a type that the decoders do not compute with.
+    """
+    return account_for(spec, family, stored).places
+
+
+def shape_of_part(shape: tuple[int, ...], part: Part) -> tuple[int, ...]:
+    """Return the shape of a part of a tensor, without reading it."""
+    sizes = list(shape)
+    for axis, index in enumerate(part):
+        if isinstance(index, slice):
+            sizes[axis] = len(range(sizes[axis])[index])
+    dropped = {axis for axis, index in enumerate(part) if isinstance(index, int)}
+    return tuple(size for axis, size in enumerate(sizes) if axis not in dropped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorAccount:
+    """What became of each tensor in the files."""
+
+    places: dict[str, StoredTensor]  # our name -> where its numbers lie
+    ignored: list[str]  # left out by a rule of the family
+    repeated: list[str]  # an output matrix that repeats the embedding
+
+
+def share_embedding(matched: dict[str, StoredTensor]) -> list[str]:
+    """Make one matrix of embedding and output matrix, for a model that ties the two.
+
+    A file has one of them, under either name, or the same one twice.
+
+    Returns:
+        The name of a matrix that is left out, because it repeats the other.
+
+    Raises:
+        WeightMismatch: They are two.
+    """
+    if "embed_tokens.weight" not in matched and "lm_head.weight" in matched:
+        matched["embed_tokens.weight"] = matched.pop("lm_head.weight")
+    head = matched.get("lm_head.weight")
+    drop_redundant_head(matched)
+    return [head.name] if head else []
+
+
+def account_for(
+    spec: ModelSpec, family: Family, stored: Iterable[StoredTensor]
+) -> TensorAccount:
     """Give every tensor that the decoder needs the stored one it is read from.
 
     Args:
@@ -160,7 +262,7 @@ def match_tensors(
         stored: What the files hold.
 
     Returns:
-        Our name of each needed tensor, and where it lies.
+        For each tensor of the files what becomes of it.
 
     Raises:
         WeightMismatch: Listing every tensor that is missing, unexpected or of the
@@ -168,18 +270,20 @@ def match_tensors(
         ConfigError: A tensor is in a type that the decoders do not compute with.
     """
     matched: dict[str, StoredTensor] = {}
+    ignored = []
     for tensor in stored:
-        name = family.rename(tensor.name)
-        if name is None:
-            continue
-        if name in matched:
-            raise WeightMismatch(
-                f"{matched[name].name} and {tensor.name} are both {name}: keep one of "
-                "them in the checkpoint"
-            )
-        matched[name] = tensor
-    if spec.tie_word_embeddings:
-        drop_redundant_head(matched)
+        parts = family.parts(tensor.name, tensor.shape)
+        if not parts:
+            ignored.append(tensor.name)
+        for name, part in parts.items():
+            if name in matched:
+                raise WeightMismatch(
+                    f"{matched[name].name} and {tensor.name} are both {name}: keep one "
+                    "of them in the checkpoint"
+                )
+            shape = shape_of_part(tensor.shape, part)
+            matched[name] = replace(tensor, shape=shape, part=part)
+    repeated = share_embedding(matched) if spec.tie_word_embeddings else []
     try:
         spec.check_weights({name: tensor.shape for name, tensor in matched.items()})
     except WeightMismatch as error:
@@ -191,4 +295,4 @@ def match_tensors(
             f"{', '.join(DTYPES)} are supported: choose a version of the model that "
             "is not quantised"
         )
-    return matched
+    return TensorAccount(places=matched, ignored=ignored, repeated=repeated)

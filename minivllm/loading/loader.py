@@ -4,7 +4,7 @@ Invariant: a decoder is returned with every weight in its place, or not at all; 
 weight is in memory once. Called by the command line and by the chapters.
 
 In vLLM: vllm/model_executor/model_loader/default_loader.py (DefaultModelLoader).
-Source: appendix A3, "Loading".
+Source: appendix A3, "Loading"; appendix A23, "Reading families".
 """
 
 from pathlib import Path
@@ -41,11 +41,11 @@ def load_spec(folder: Path) -> ModelSpec:
     return family_of(config).read_spec(config)
 
 
-def by_file(tensors: dict[str, StoredTensor]) -> dict[Path, dict[str, str]]:
-    """Group by file, so that each is opened once: path, our name, its name there."""
-    files: dict[Path, dict[str, str]] = {}
+def by_file(tensors: dict[str, StoredTensor]) -> dict[Path, dict[str, StoredTensor]]:
+    """Group by file, so that each is opened once: path, our name, the tensor."""
+    files: dict[Path, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
-        files.setdefault(tensor.path, {})[name] = tensor.name
+        files.setdefault(tensor.path, {})[name] = tensor
     return files
 
 
@@ -64,9 +64,9 @@ def numpy_decoder(
             "it 'auto', or use the torch backend"
         )
     weights = {}
-    for path, names in by_file(tensors).items():
-        arrays = read_safetensors(path, names.values())
-        weights |= {name: arrays[stored] for name, stored in names.items()}
+    for path, places in by_file(tensors).items():
+        arrays = read_safetensors(path, {tensor.name for tensor in places.values()})
+        weights |= {name: arrays[t.name][t.part] for name, t in places.items()}
     return NumpyDecoder(spec, weights)
 
 
@@ -93,13 +93,17 @@ def torch_decoder(
         dtype = choose_dtype(spec, tensors)
     options = {"dtype": getattr(torch, dtype), "device": choose_device(device)}
     weights = {}
-    for path, names in by_file(tensors).items():
+    for path, places in by_file(tensors).items():
         try:
             with safe_open(path, framework="pt") as file:
-                for name, stored in names.items():
+                for name, place in places.items():
+                    if place.part:
+                        tensor = file.get_slice(place.name)[place.part]
+                    else:
+                        tensor = file.get_tensor(place.name)
                     # A copy, even on the CPU: what safe_open returns is the file
                     # itself, and would change or crash with it.
-                    weights[name] = file.get_tensor(stored).to(**options, copy=True)
+                    weights[name] = tensor.to(**options, copy=True)
         except SafetensorError as error:
             raise CorruptFile(
                 f"{path} cannot be read ({error}): fetch it again"
@@ -161,8 +165,8 @@ def load_model(
         folder: A model in the Hugging Face layout, as `resolve_model` returns it.
         backend: "torch", or "numpy" (float32 on the CPU; never imports torch).
         dtype: "float32", "bfloat16", "float16", or "auto": with torch what config.json
-            says, else the type of the stored weights (float32 if they differ); float32
-            with numpy.
+            says, else the type of the stored weights (float32 if they differ), but
+            bfloat16 for float16 where that overflows; float32 with numpy.
         device: "cpu", "cuda", "cuda:1", "mps", or "auto": the GPU if torch sees one.
 
     Returns:
@@ -185,5 +189,13 @@ def load_model(
     config = read_json(folder / "config.json")
     family = family_of(config)
     spec = family.read_spec(config)
+    if dtype in family.overflows:
+        raise ConfigError(
+            f"dtype is {dtype!r}, whose numbers are too small for what the layers of "
+            f"{spec.architecture} compute: use bfloat16 or float32"
+        )
     tensors = match_tensors(spec, family, stored_tensors(folder))
+    if backend == "torch" and dtype == "auto":
+        dtype = choose_dtype(spec, tensors)
+        dtype = "bfloat16" if dtype in family.overflows else dtype
     return builders[backend](spec, tensors, dtype, device)

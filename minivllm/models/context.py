@@ -6,7 +6,8 @@ in one strip, or scattered over blocks: chapters 2 and 3 change the context only
 
 In vLLM: vllm/model_executor/layers/attention/attention.py (Attention), whose metadata
 travels in a global (vllm/forward_context.py); here it is an argument.
-Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; appendix A24,
+    "Windows".
 """
 
 from typing import Protocol, TypeVar
@@ -61,3 +62,13 @@ class CachingContext(AttentionContext[Array], Protocol[Array]):
     def advance(self, num_new: int) -> None:
         """Count the rows that all layers have written; call it once per pass."""
         ...
+
+
+def first_key_of(position: int, window: int | None) -> int:
+    """Return the first key that the query at a position sees.
+
+    Args:
+        position: Of the query in its text, from 0.
+        window: How many keys it sees, its own the last; None for all.
+    """
+    return 0 if window is None else max(0, position + 1 - window)

@@ -3,7 +3,8 @@
 `forward()` has no `if family` and does not know how keys and values are kept.
 
 In vLLM: vllm/model_executor/models/llama.py and its siblings.
-Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; chapter 7, "One
+    decoder, many families".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,12 @@ from minivllm.errors import ConfigError
 from minivllm.models.context import AttentionContext, CachingContext
 from minivllm.models.layers import (
     DecoderLayer,
-    RMSNorm,
     TorchCachedContext,
     TorchDenseContext,
     TorchStaticBatchContext,
+    norm_of,
 )
-from minivllm.models.rotary import inverse_frequencies
+from minivllm.models.rotary import attention_factor, inverse_frequencies
 from minivllm.models.spec import ModelSpec
 
 
@@ -29,7 +30,7 @@ class Decoder(nn.Module):
     """A decoder; made without memory for its weights, which `load_weights` brings."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.spec = spec
         with torch.device("meta"):
             # nn.Embedding draws random numbers first, and loads half of torch for that.
@@ -38,13 +39,11 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(
                 DecoderLayer(spec, layer) for layer in range(spec.num_layers)
             )
-            self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+            self.norm = norm_of(spec)
             if not spec.tie_word_embeddings:
                 self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         # A plain attribute: .to(torch.bfloat16) must not round it.
-        self.frequencies = torch.from_numpy(
-            inverse_frequencies(spec.head_dim, spec.rope)
-        )
+        self.frequencies = rope_rows(spec)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the weights, without a copy; device and dtype are theirs.
@@ -72,6 +71,13 @@ class Decoder(nn.Module):
             self.frequencies = self.frequencies.to(device)
         return self
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the rows of the embedding, scaled, [num_tokens, hidden_size]."""
+        x = self.embed_tokens(input_ids)
+        if self.spec.embedding_scale == 1:
+            return x
+        return x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, context: AttentionContext[Tensor]
     ) -> Tensor:
@@ -85,10 +91,10 @@ class Decoder(nn.Module):
         Returns:
             The normalised hidden states, [num_tokens, hidden_size].
         """
-        hidden_states = self.embed_tokens(input_ids)
-        angles = positions.float().view(-1, 1, 1) * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        for layer in self.layers:
+        hidden_states = self.embed(input_ids)
+        tables = rope_tables(self.spec, self.frequencies, positions)
+        for index, layer in enumerate(self.layers):
+            cos, sin = tables[self.spec.rope_index(index)]
             hidden_states = layer(hidden_states, cos, sin, context)
         return self.norm(hidden_states)
 
@@ -153,3 +159,29 @@ class Decoder(nn.Module):
         context.advance(num_new)
         last = hidden_states.view(*input_ids.shape, -1)[..., -1, :]
         return self.compute_logits(last).cpu().numpy()
+
+
+def rope_rows(spec: ModelSpec) -> Tensor:
+    """Return the frequencies of each rope, float32, [num_ropes, head_dim // 2]."""
+    rows = [inverse_frequencies(spec.head_dim, rope) for rope in spec.ropes]
+    return torch.from_numpy(np.stack(rows))
+
+
+def rope_tables(
+    spec: ModelSpec, frequencies: Tensor, positions: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Return cosines and sines of each rope, float32, [num_tokens, 1, head_dim // 2].
+
+    Args:
+        spec: The model.
+        frequencies: From `rope_rows`, on the device of the positions.
+        positions: [num_tokens] int64.
+    """
+    tables = []
+    for rope, row in zip(spec.ropes, frequencies, strict=True):
+        angles = positions.float().view(-1, 1, 1) * row
+        cos, sin = angles.cos(), angles.sin()
+        if (factor := attention_factor(rope)) != 1:
+            cos, sin = cos * factor, sin * factor
+        tables.append((cos, sin))
+    return tables

@@ -4,32 +4,38 @@ Parameter names are those of `ModelSpec.weight_shapes()`. The norms (RMSNorm, Zh
 Sennrich 2019) and the rotation compute in float32 and return the dtype they were given.
 
 In vLLM: vllm/model_executor/layers/.
-Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; chapter 7, "One
+    decoder, many families"; appendix A24, "Windows".
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.models.context import AttentionContext, check_room
-from minivllm.models.spec import ModelSpec
+from minivllm.models.context import AttentionContext, check_room, first_key_of
+from minivllm.models.spec import ModelSpec, MoeSpec
+from minivllm.ops.moe import topk_softmax
 
 
 class RMSNorm(nn.Module):
     """Scale each row to a root mean square of one, then each column by its weight."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, plus_one: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.plus_one = plus_one
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the last axis; x is not changed."""
         x_float = x.float()
         mean_square = x_float.square().mean(-1, keepdim=True)
         normed = x_float * torch.rsqrt(mean_square + self.eps)
+        if self.plus_one:  # Gemma's: what is near one must not be rounded before
+            return (normed * (1 + self.weight.float())).to(x.dtype)
         return normed.to(x.dtype) * self.weight
 
 
@@ -59,31 +65,38 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(q_size, spec.hidden_size, bias=spec.o_bias)
+        self.q_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
+        self.k_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext[Tensor]
     ) -> Tensor:
         """Mix the tokens. x is [num_tokens, hidden_size], as is the result."""
         heads = (len(x), -1, self.head_dim)
-        q = apply_rotary_emb(self.q_proj(x).view(heads), cos, sin)
-        k = apply_rotary_emb(self.k_proj(x).view(heads), cos, sin)
+        q, k = self.q_proj(x).view(heads), self.k_proj(x).view(heads)
         v = self.v_proj(x).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
         mixed = context.attend(self.layer, q, k, v)
         return self.o_proj(mixed.reshape(len(x), -1))
 
 
-TORCH_ACTIVATIONS = {"silu": F.silu}
+TORCH_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class MLP(nn.Module):
     """Transform each token alone: a gated unit (Shazeer 2020)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, size: int, has_bias: bool) -> None:
         super().__init__()
-        hidden, intermediate = spec.hidden_size, spec.intermediate_size
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=spec.mlp_bias)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=spec.mlp_bias)
+        self.gate_proj = nn.Linear(spec.hidden_size, size, bias=has_bias)
+        self.up_proj = nn.Linear(spec.hidden_size, size, bias=has_bias)
+        self.down_proj = nn.Linear(size, spec.hidden_size, bias=has_bias)
         self.activation = TORCH_ACTIVATIONS[spec.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,34 +109,42 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.input_layernorm = norm_of(spec)
         self.self_attn = Attention(spec, layer)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec)
+        self.post_attention_layernorm = norm_of(spec)
+        self.post_norms = spec.post_norms
+        if spec.post_norms:
+            self.pre_feedforward_layernorm = norm_of(spec)
+            self.post_feedforward_layernorm = norm_of(spec)
+        if spec.moe is not None and spec.has_experts(layer):
+            self.mlp: MLP | MoE = MoE(spec, spec.moe)
+        else:
+            self.mlp = MLP(spec, spec.intermediate_size, spec.mlp_bias)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext[Tensor]
     ) -> Tensor:
         """Run one layer. x is [num_tokens, hidden_size], as is the result."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed = self.self_attn(self.input_layernorm(x), cos, sin, context)
+        if not self.post_norms:
+            x = x + mixed
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.post_attention_layernorm(mixed)
+        transformed = self.mlp(self.pre_feedforward_layernorm(x))
+        return x + self.post_feedforward_layernorm(transformed)
 
 
 class TorchDenseContext:
     """The simplest context: the tokens given are the whole text."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
         self.scale = spec.attention_scale
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend causally among the given tokens."""
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale
-        )
-        return mixed.squeeze(0).transpose(0, 1)
+        mask = causal_mask(len(q), len(q), self.spec.window_of(layer), q.device)
+        return masked_attention(q, k, v, self.scale, mask)
 
 
 def masked_attention(
@@ -170,10 +191,10 @@ class TorchCachedContext:
         self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
         self.v_cache = torch.zeros_like(self.k_cache)
         self.num_tokens = 0
-        self.scale = spec.attention_scale
+        self.spec = spec
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the new keys and values, and attend to all there are.
+        """Store the new keys and values, and attend to those in the window.
 
         Raises:
             ShapeError: The cache is full; nothing is written.
@@ -183,11 +204,13 @@ class TorchCachedContext:
         end = self.num_tokens + len(k)
         keys[self.num_tokens : end] = k
         values[self.num_tokens : end] = v
-        mask = None
+        window = self.spec.window_of(layer)
+        start = first_key_of(self.num_tokens, window)
+        mask = None  # a single query sees all that is left
         if len(q) > 1:
-            mask = torch.ones(len(q), end, dtype=torch.bool, device=q.device)
-            mask = mask.tril(self.num_tokens)  # row 0 sees num_tokens + 1 keys
-        return masked_attention(q, keys[:end], values[:end], self.scale, mask)
+            mask = causal_mask(len(q), end - start, window, q.device)
+        keys, values = keys[start:end], values[start:end]
+        return masked_attention(q, keys, values, self.spec.attention_scale, mask)
 
     def positions(self, num_new: int) -> Tensor:
         """Return the positions of the next tokens, [num_new]."""
@@ -225,7 +248,7 @@ class TorchStaticBatchContext:
         self.k_cache = torch.zeros(shape + heads, device=device, dtype=dtype)
         self.v_cache = torch.zeros_like(self.k_cache)
         self.num_tokens = 0
-        self.scale = spec.attention_scale
+        self.spec = spec
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the new columns, and attend within each text.
@@ -240,18 +263,27 @@ class TorchStaticBatchContext:
         end = self.num_tokens + k.shape[1]
         keys[:, self.num_tokens : end] = k
         values[:, self.num_tokens : end] = v
-        mask = self.mask(end)
-        return masked_attention(
-            q, keys[:, :end], values[:, :end], self.scale, mask
-        ).flatten(0, 1)
+        window = self.spec.window_of(layer)
+        start = first_key_of(self.num_tokens, window)
+        keys, values = keys[:, start:end], values[:, start:end]
+        mask = self.mask(start, end, window)
+        scale = self.spec.attention_scale
+        return masked_attention(q, keys, values, scale, mask).flatten(0, 1)
 
-    def mask(self, end: int) -> Tensor:
-        """Return who may look where, [batch_size, num_new, end]."""
-        keys = torch.arange(end, device=self.k_cache.device)
-        queries = keys[self.num_tokens :, None]
+    def mask(self, start: int, end: int, window: int | None) -> Tensor:
+        """Return which new column may look at which, [batch_size, num_new, columns].
+
+        Args:
+            start: The first column that is looked at.
+            end: The column behind the last.
+            window: Of the layer.
+        """
+        keys = torch.arange(start, end, device=self.k_cache.device)
+        queries = keys[self.num_tokens - start :, None]
         is_text = keys >= self.num_padding[:, None, None]
+        is_seen = causal_mask(len(queries), len(keys), window, keys.device)
         # Without a key to see, a softmax is NaN: padding sees itself.
-        return (keys <= queries) & is_text | (keys == queries)
+        return is_seen & is_text | (keys == queries)
 
     def positions(self, num_new: int) -> Tensor:
         """Return the positions of the next columns, text after text, padding at 0."""
@@ -262,3 +294,50 @@ class TorchStaticBatchContext:
     def advance(self, num_new: int) -> None:
         """Count the columns that all layers have written; call it once per pass."""
         self.num_tokens += num_new
+
+
+def norm_of(spec: ModelSpec, size: int | None = None) -> RMSNorm:
+    """Return a norm of hidden states, or of rows of a size, as the spec wants it."""
+    return RMSNorm(size or spec.hidden_size, spec.rms_norm_eps, spec.norm_plus_one)
+
+
+def causal_mask(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> Tensor:
+    """Return who may look where, [num_queries, num_keys]: the queries come last."""
+    queries = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distances = queries.unsqueeze(1) - torch.arange(num_keys, device=device)
+    if window is None:
+        return distances >= 0
+    return (distances >= 0) & (distances < window)
+
+
+class MoE(nn.Module):
+    """Experts in place of an MLP: each token goes to a few of them."""
+
+    def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
+        super().__init__()
+        self.top_k, self.norm_topk_prob = moe.top_k, moe.norm_topk_prob
+        self.gate = nn.Linear(spec.hidden_size, moe.num_experts, bias=False)
+        self.experts = nn.ModuleList(
+            MLP(spec, moe.intermediate_size, has_bias=False)
+            for _ in range(moe.num_experts)
+        )
+        self.shared_expert: MLP | None = None
+        if moe.shared_intermediate_size:
+            size = moe.shared_intermediate_size
+            self.shared_expert = MLP(spec, size, has_bias=False)
+            self.shared_expert_gate = nn.Linear(spec.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each row. x is [num_tokens, hidden_size], as is the result."""
+        logits = self.gate(x)
+        shares, experts = topk_softmax(logits, self.top_k, self.norm_topk_prob)
+        y = torch.zeros_like(x)
+        for index in experts.unique().tolist():
+            tokens, places = torch.where(experts == index)
+            rows = self.experts[index](x[tokens])
+            y.index_add_(0, tokens, rows * shares[tokens, places, None].to(x.dtype))
+        if self.shared_expert is not None:
+            y += self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
+        return y

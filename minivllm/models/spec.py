@@ -4,7 +4,7 @@ A family file turns a checkpoint's `config.json` into a `ModelSpec`; the loader 
 both decoders read the spec and never the config, so no decoder asks for a family.
 
 In vLLM: vllm/config/model.py (ModelConfig), read by one model file per family.
-Source: chapter 1, "Naive generation".
+Source: chapter 1, "Naive generation"; chapter 7, "One decoder, many families".
 """
 
 import math
@@ -32,18 +32,76 @@ class RopeFactors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """All frequencies are divided by `factor`, as if positions lay closer together."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): slow frequencies are divided, fast ones kept.
+
+    A pair that makes more than `beta_fast` turns within the trained context is kept,
+    one of fewer than `beta_slow` divided by `factor`. `attention_factor` multiplies
+    cosines and sines, and so the scores by its square.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """How positions become angles."""
 
     theta: float
-    scaling: Llama3Scaling | RopeFactors | None = None
+    scaling: Llama3Scaling | RopeFactors | LinearScaling | YarnScaling | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """The experts of a model (mixture of experts); sizes in elements.
+
+    Attributes:
+        layers: Which layers have experts; the others have an MLP for all tokens.
+        num_experts: Of each of these layers.
+        top_k: Experts that a token goes to.
+        intermediate_size: Of each expert.
+        norm_topk_prob: Whether the shares of the chosen experts are made to sum to one.
+        shared_intermediate_size: Of an expert that every token goes to; 0 for none.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    shared_intermediate_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The knobs of a decoder; sizes in elements, positions in tokens.
 
-    `dtype` is what the makers of the checkpoint computed in, None if they do not say.
+    Attributes:
+        dtype: What the makers of the checkpoint computed in, None if they do not say.
+        hidden_act: "silu", "gelu" or "gelu_tanh".
+        qk_norm: Whether each head of queries and keys is normalised, before rope.
+        norm_plus_one: Whether a norm with the weight w multiplies by 1 + w.
+        post_norms: Whether what attention and MLP say is normalised once more before
+            it is added: four norms in a layer, not two.
+        embedding_scale: Multiplies the rows of the embedding; rounded to the type of
+            the weights.
+        query_pre_attn_scalar: Takes the place of head_dim in the attention scale.
+        windows: For each layer, how many of the last tokens a query sees, its own
+            among them, or None for all; empty if all layers see all.
+        local_rope: Of the layers with a window, if not that of the others.
+        moe: The experts, if there are any.
     """
 
     architecture: str
@@ -64,6 +122,15 @@ class ModelSpec:
     tie_word_embeddings: bool = False
     dtype: str | None = None
 
+    qk_norm: bool = False
+    norm_plus_one: bool = False
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    query_pre_attn_scalar: float | None = None
+    windows: tuple[int | None, ...] = ()
+    local_rope: RopeSpec | None = None
+    moe: MoeSpec | None = None
+
     def __post_init__(self) -> None:
         for name in (
             "vocab_size",
@@ -75,12 +142,7 @@ class ModelSpec:
             "head_dim",
             "max_position_embeddings",
         ):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(
-                    f"{name} is {value!r}, but must be an integer of at least 1: "
-                    "mend config.json"
-                )
+            check_size(name, getattr(self, name))
         if self.num_layers > 10_000:
             raise ConfigError(
                 f"num_layers is {self.num_layers}, but 10,000 is the limit: mend "
@@ -95,47 +157,122 @@ class ModelSpec:
             raise ConfigError(
                 f"head_dim is {self.head_dim}, but rope rotates pairs: it must be even"
             )
-        scaling = self.rope.scaling
-        if isinstance(scaling, RopeFactors):
-            if len(scaling.factors) != self.head_dim // 2 or min(scaling.factors) <= 0:
-                raise ConfigError(
-                    f"rope has {len(scaling.factors)} factors, the smallest "
-                    f"{min(scaling.factors, default=None)}, but there must be "
-                    f"{self.head_dim // 2} (head_dim / 2), all positive"
-                )
+        if self.hidden_act not in ("silu", "gelu", "gelu_tanh"):
+            raise ConfigError(
+                f"hidden_act is {self.hidden_act!r}, but silu, gelu and gelu_tanh are "
+                "supported: choose another model"
+            )
+        for rope in self.ropes:
+            check_rope(rope, self.head_dim)
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(
+                f"there are {len(self.windows)} windows for {self.num_layers} layers: "
+                "give one for each, None where all tokens are seen"
+            )
+        for window in self.windows:
+            if window is not None:
+                check_size("a window", window)
+        if self.moe is not None:
+            check_experts(self.moe, self.num_layers)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotations that there are: one, or those of all layers and of windows."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def rope_index(self, layer: int) -> int:
+        """Return which of `ropes` a layer has."""
+        return int(self.local_rope is not None and self.window_of(layer) is not None)
+
+    def window_of(self, layer: int) -> int | None:
+        """Return how many tokens a query of a layer sees, None for all."""
+        return self.windows[layer] if self.windows else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Tell whether a layer has experts in place of one MLP."""
+        return self.moe is not None and layer in self.moe.layers
+
+    @property
+    def mlp_norm(self) -> str:
+        """The norm before the MLP, whose usual name is another's where four are."""
+        if self.post_norms:
+            return "pre_feedforward_layernorm"
+        return "post_attention_layernorm"
 
     @property
     def attention_scale(self) -> float:
         """What a query-key product is multiplied with before the softmax."""
-        return self.head_dim**-0.5
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a layer's attention, without `layers.N.self_attn`."""
+        q_size = self.num_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+            shapes[f"{name}_proj.weight"] = (size, self.hidden_size)
+            if self.qkv_bias:
+                shapes[f"{name}_proj.bias"] = (size,)
+        shapes["o_proj.weight"] = (self.hidden_size, q_size)
+        if self.o_bias:
+            shapes["o_proj.bias"] = (self.hidden_size,)
+        if self.qk_norm:
+            shapes["q_norm.weight"] = shapes["k_norm.weight"] = (self.head_dim,)
+        return shapes
+
+    def mlp_shapes(self, size: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a gated unit, `size` numbers wide inside."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            rows, columns = size, self.hidden_size
+            if name == "down_proj":
+                rows, columns = columns, rows
+            shapes[f"{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{name}.bias"] = (rows,)
+        return shapes
+
+    def moe_shapes(self, moe: MoeSpec) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a layer's experts, without `layers.N.mlp`."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate.weight": (moe.num_experts, self.hidden_size)
+        }
+        expert = self.mlp_shapes(moe.intermediate_size, has_bias=False)
+        for index in range(moe.num_experts):
+            shapes |= {f"experts.{index}.{name}": expert[name] for name in expert}
+        if moe.shared_intermediate_size:
+            shared = self.mlp_shapes(moe.shared_intermediate_size, has_bias=False)
+            shapes |= {f"shared_expert.{name}": shared[name] for name in shared}
+            shapes["shared_expert_gate.weight"] = (1, self.hidden_size)
+        return shapes
+
+    def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a layer, without `layers.N`."""
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if self.post_norms:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{norm}.weight": (self.hidden_size,) for norm in norms
+        }
+        if self.moe is not None and layer in self.moe.layers:
+            mlp = self.moe_shapes(self.moe)
+        else:
+            mlp = self.mlp_shapes(self.intermediate_size, self.mlp_bias)
+        parts = {"self_attn": self.attention_shapes(), "mlp": mlp}
+        for part, tensors in parts.items():
+            shapes |= {f"{part}.{name}": tensors[name] for name in tensors}
+        return shapes
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that the decoder needs."""
-        hidden, intermediate = self.hidden_size, self.intermediate_size
-        q_size = self.num_heads * self.head_dim
-        kv_size = self.num_kv_heads * self.head_dim
-        linears = {  # name: (rows, columns, has a bias)
-            "self_attn.q_proj": (q_size, hidden, self.qkv_bias),
-            "self_attn.k_proj": (kv_size, hidden, self.qkv_bias),
-            "self_attn.v_proj": (kv_size, hidden, self.qkv_bias),
-            "self_attn.o_proj": (hidden, q_size, self.o_bias),
-            "mlp.gate_proj": (intermediate, hidden, self.mlp_bias),
-            "mlp.up_proj": (intermediate, hidden, self.mlp_bias),
-            "mlp.down_proj": (hidden, intermediate, self.mlp_bias),
-        }
-        shapes: dict[str, tuple[int, ...]] = {
-            "embed_tokens.weight": (self.vocab_size, hidden)
-        }
+        table = (self.vocab_size, self.hidden_size)
+        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table}
         for layer in range(self.num_layers):
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                shapes[f"layers.{layer}.{norm}.weight"] = (hidden,)
-            for name, (rows, columns, has_bias) in linears.items():
-                shapes[f"layers.{layer}.{name}.weight"] = (rows, columns)
-                if has_bias:
-                    shapes[f"layers.{layer}.{name}.bias"] = (rows,)
-        shapes["norm.weight"] = (hidden,)
+            tensors = self.layer_shapes(layer)
+            shapes |= {f"layers.{layer}.{name}": tensors[name] for name in tensors}
+        shapes["norm.weight"] = (self.hidden_size,)
         if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+            shapes["lm_head.weight"] = table
         return shapes
 
     @property
@@ -169,3 +306,51 @@ class ModelSpec:
                 f"{self.architecture}: config.json belongs to another model, or the "
                 "weights are incomplete (fetch both again)\n  " + "\n  ".join(shown)
             )
+
+
+def check_size(name: str, value: object) -> None:
+    """Refuse what is no size.
+
+    Raises:
+        ConfigError: It is no integer, or less than 1.
+    """
+    if type(value) is not int or value < 1:
+        raise ConfigError(
+            f"{name} is {value!r}, but must be an integer of at least 1: mend "
+            "config.json"
+        )
+
+
+def check_rope(rope: RopeSpec, head_dim: int) -> None:
+    """Refuse factors that are not one for each pair of dimensions.
+
+    Raises:
+        ConfigError: There are more or fewer, or one is not positive.
+    """
+    scaling = rope.scaling
+    if isinstance(scaling, RopeFactors):
+        if len(scaling.factors) != head_dim // 2 or min(scaling.factors) <= 0:
+            raise ConfigError(
+                f"rope has {len(scaling.factors)} factors, the smallest "
+                f"{min(scaling.factors, default=None)}, but there must be "
+                f"{head_dim // 2} (head_dim / 2), all positive"
+            )
+
+
+def check_experts(moe: MoeSpec, num_layers: int) -> None:
+    """Refuse experts that cannot be.
+
+    Raises:
+        ConfigError: A size is impossible, or a layer is not there.
+    """
+    for name in ("num_experts", "top_k", "intermediate_size"):
+        check_size(f"{name} of the experts", getattr(moe, name))
+    if moe.top_k > moe.num_experts:
+        raise ConfigError(
+            f"a token goes to {moe.top_k} of {moe.num_experts} experts: top_k must not "
+            "be more than num_experts"
+        )
+    if not all(0 <= layer < num_layers for layer in moe.layers):
+        raise ConfigError(
+            f"layers {moe.layers} have experts, but there are {num_layers} layers"
+        )

@@ -8,7 +8,7 @@ a mistake of ours would read or write anywhere.
 In vLLM: vllm/_custom_ops.py; vllm/v1/attention/backends/cpu_attn.py
 (CPUAttentionBackendImpl).
 Source: appendix A10, "Compiled operations"; appendix A12, "A sampler for a whole
-    batch".
+    batch"; appendix A24, "Windows"; appendix A25, "Experts in the engine".
 """
 
 import ctypes
@@ -23,22 +23,30 @@ import minivllm.ops.draw  # noqa: F401, its op
 from minivllm.errors import BackendUnavailable
 from minivllm.ops import linear, paged_attention, reference  # noqa: F401, their ops
 from minivllm.ops.compiler import load_library
+from minivllm.ops.moe import GroupedLinear
 from minivllm.ops.registry import Backend, add_backend
 
 SOURCE = "cpu_ops.cpp"
 LANES = 16  # numbers in a vector, output columns in a panel of a weight
 INPUTS = 32  # inputs of a weight come in multiples of these
+NO_WINDOW = 2**62  # more keys than there can be
 # p: pointer, i: 64-bit integer, f: float, t: number of threads
 PARAMETERS = {
-    "rms_norm": "ppppiift",
+    "rms_norm": "ppppiiftt",
     "silu_and_mul": "ppiit",
     "rotary_embedding": "pppiiiit",
     "reshape_and_cache": "ppiipppii",
-    "paged_attention": "pipppipppiiiiift",
+    "paged_attention": "pipppipppiiiiiift",
     "argmax": "pppiiit",
     "linear": "pppiiit",
-    "prefill_attention": "pipppippppiiiiiift",
+    "prefill_attention": "pipppippppiiiiiiift",
     "draw": "piippippippppt",
+    "gelu_and_mul": "ppiit",
+    "gelu_tanh_and_mul": "ppiit",
+    "grouped_linear": "ppppiiit",
+    "topk_softmax": "pppiiitt",
+    "moe_permute": "pppii",
+    "moe_combine": "ppppiiit",
 }
 C_TYPES = {
     "p": ctypes.c_void_p,
@@ -73,7 +81,12 @@ def is_index(x: Tensor, *shape: int) -> bool:
 
 
 def attention_arguments(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, group_size: int, scale: float
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    group_size: int,
+    scale: float,
+    window: int | None,
 ) -> tuple[list, list]:
     """Return the first and the last arguments of the C++ functions of attention."""
     _, _, block_size, num_kv_heads, head_dim = kv_cache.shape
@@ -82,7 +95,8 @@ def attention_arguments(
     assert kv_cache.is_contiguous() and kv_cache.dtype == q.dtype
     first = [q.data_ptr(), q.stride(0), *both_pools(kv_cache)]
     first += [block_table.data_ptr(), block_table.shape[1]]
-    last = [num_heads, num_kv_heads, head_dim, block_size, scale]
+    window = NO_WINDOW if window is None else window
+    last = [num_heads, num_kv_heads, head_dim, block_size, window, scale]
     return first, [*last, torch.get_num_threads()]
 
 
@@ -95,9 +109,10 @@ def both_pools(kv_cache: Tensor) -> tuple[int, int]:
 class CompiledRMSNorm:
     """`TorchRMSNorm` in one pass."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, plus_one: bool = False) -> None:
         self.weight = weight.contiguous()
         self.eps = eps
+        self.plus_one = int(plus_one)
         self.function = compiled("rms_norm", weight.dtype)
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
@@ -113,6 +128,7 @@ class CompiledRMSNorm:
             num_rows,
             size,
             self.eps,
+            self.plus_one,
             torch.get_num_threads(),
         )
         return y
@@ -120,12 +136,7 @@ class CompiledRMSNorm:
 
 def compiled_silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up, as `reference.silu_and_mul`."""
-    num_rows, width = rows_of(gate_up)
-    y = gate_up.new_empty(num_rows, width // 2)
-    compiled("silu_and_mul", gate_up.dtype)(
-        gate_up.data_ptr(), y.data_ptr(), *y.shape, torch.get_num_threads()
-    )
-    return y
+    return compiled_act_and_mul("silu_and_mul", gate_up)
 
 
 def compiled_rotary_embedding(
@@ -212,10 +223,15 @@ class CompiledAttention:
         self.group_size = group_size
         self.function = compiled("paged_attention", kv_cache.dtype)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, scale: float) -> Tensor:
-        """Attend to keys in the cache, [num_pieces, num_heads, head_dim]."""
+    def attend(
+        self, q: Tensor, kv_cache: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Attend to the last keys in the cache, [num_pieces, num_heads, head_dim].
+
+        A window is how many of them a query sees, its own among them; None for all.
+        """
         first, last = attention_arguments(
-            q, kv_cache, self.block_table, self.group_size, scale
+            q, kv_cache, self.block_table, self.group_size, scale, window
         )
         y = q.new_empty(len(self.rows), *q.shape[1:])
         rows, positions = self.rows.data_ptr(), self.positions.data_ptr()
@@ -248,13 +264,16 @@ class CompiledPrefill:
         self.group_size = group_size
         self.function = compiled("prefill_attention", kv_cache.dtype)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, kv_cache: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         """Attend to keys in the cache, [num_pieces * num_queries, num_heads, head_dim].
 
-        What stands in the place of a repeated query is not defined.
+        A window is as above. What stands in the place of a repeated query is not
+        defined.
         """
         first, last = attention_arguments(
-            q, kv_cache, self.block_table, self.group_size, scale
+            q, kv_cache, self.block_table, self.group_size, scale, window
         )
         num_pieces, longest = self.shape
         y = q.new_empty(num_pieces * longest, *q.shape[1:])
@@ -385,6 +404,16 @@ def compiled_draw(
     return drawn
 
 
+def compiled_gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, as `reference.gelu_and_mul`."""
+    return compiled_act_and_mul("gelu_and_mul", gate_up)
+
+
+def compiled_gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up by tanh, as `reference.gelu_tanh_and_mul`."""
+    return compiled_act_and_mul("gelu_tanh_and_mul", gate_up)
+
+
 IMPLEMENTATIONS = {
     "rms_norm": CompiledRMSNorm,
     "silu_and_mul": compiled_silu_and_mul,
@@ -393,8 +422,123 @@ IMPLEMENTATIONS = {
     "paged_attention": CompiledAttention,
     "argmax": compiled_argmax,
     "draw": compiled_draw,
+    "gelu_and_mul": compiled_gelu_and_mul,
+    "gelu_tanh_and_mul": compiled_gelu_tanh_and_mul,
 }
 for op, implementation in IMPLEMENTATIONS.items():
     add_backend(op, Backend("compiled", implementation, why_not_compiled))
 add_backend("linear", Backend("compiled", CompiledLinear, why_no_product))
 add_backend("prefill_attention", Backend("compiled", CompiledPrefill, why_no_tiles))
+
+
+def compiled_act_and_mul(op: str, gate_up: Tensor) -> Tensor:
+    """Return act(gate) * up, [num_rows, size], of [gate, up]."""
+    num_rows, width = rows_of(gate_up)
+    y = gate_up.new_empty(num_rows, width // 2)
+    compiled(op, gate_up.dtype)(
+        gate_up.data_ptr(), y.data_ptr(), *y.shape, torch.get_num_threads()
+    )
+    return y
+
+
+class CompiledGroupedLinear(GroupedLinear):
+    """All products in one call, with the weights of the experts in panels."""
+
+    linear = CompiledLinear
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
+        self.panels = torch.stack([expert.panels for expert in self.experts])
+        self.one = self.experts.pop()  # all have the same sizes
+        self.one.panels = self.panels[-1]
+        self.experts.clear()
+        self.function = compiled("grouped_linear", weight.dtype)
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Multiply rows that are sorted by expert; as for `moe.GroupedLinear`."""
+        num_rows, in_features = rows_of(x)
+        assert in_features == self.one.in_features and x.dtype == self.one.dtype
+        assert offsets.dtype == torch.int32 and offsets.is_contiguous()
+        assert offsets.shape == (len(self.panels) + 1,)
+        if self.one.missing:
+            x = F.pad(x, (0, self.one.missing))
+        y = x.new_empty(num_rows, self.one.out_features)
+        self.function(
+            x.data_ptr(),
+            self.panels.data_ptr(),
+            y.data_ptr(),
+            offsets.data_ptr(),
+            len(self.panels),
+            x.shape[1],
+            self.one.out_features,
+            torch.get_num_threads(),
+        )
+        return y
+
+
+def compiled_topk_softmax(
+    logits: Tensor, top_k: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token, as `moe.topk_softmax`."""
+    num_tokens, num_experts = rows_of(logits)
+    assert 1 <= top_k <= num_experts
+    weights = torch.empty(num_tokens, top_k)
+    experts = torch.empty(num_tokens, top_k, dtype=torch.int64)
+    compiled("topk_softmax", logits.dtype)(
+        logits.data_ptr(),
+        weights.data_ptr(),
+        experts.data_ptr(),
+        num_tokens,
+        num_experts,
+        top_k,
+        int(renormalize),
+        torch.get_num_threads(),
+    )
+    return weights, experts
+
+
+def compiled_moe_permute(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort the choices of all tokens by expert, as `moe.moe_permute`."""
+    assert is_index(experts, *experts.shape)
+    order = torch.empty(experts.numel(), dtype=torch.int64)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32)
+    compiled("moe_permute", experts.dtype)(
+        experts.data_ptr(),
+        order.data_ptr(),
+        offsets.data_ptr(),
+        len(order),
+        num_experts,
+    )
+    return order, offsets
+
+
+def compiled_moe_combine(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Add up what the experts of each token say, as `moe.moe_combine`."""
+    num_rows, size = rows_of(y)
+    num_tokens, top_k = rows_of(weights)
+    assert num_rows == weights.numel() and weights.dtype == torch.float32
+    assert is_index(order, num_rows)
+    out = y.new_empty(num_tokens, size)
+    compiled("moe_combine", y.dtype)(
+        y.data_ptr(),
+        order.data_ptr(),
+        weights.data_ptr(),
+        out.data_ptr(),
+        num_tokens,
+        top_k,
+        size,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+EXPERT_IMPLEMENTATIONS = {
+    "topk_softmax": compiled_topk_softmax,
+    "moe_permute": compiled_moe_permute,
+    "moe_combine": compiled_moe_combine,
+}
+for op, implementation in EXPERT_IMPLEMENTATIONS.items():
+    add_backend(op, Backend("compiled", implementation, why_not_compiled))
+add_backend(
+    "grouped_linear", Backend("compiled", CompiledGroupedLinear, why_no_product)
+)

@@ -75,7 +75,7 @@ def like_queries(q: Tensor, kv_cache: Tensor, rows: Tensor, *rest: object) -> Te
 
 @operator(
     "paged_attention(Tensor q, Tensor kv_cache, Tensor rows, Tensor block_table, "
-    "Tensor seq_lens, float scale) -> Tensor",
+    "Tensor seq_lens, float scale, int? window=None) -> Tensor",
     fake=like_queries,
 )
 def paged_attention(
@@ -85,26 +85,28 @@ def paged_attention(
     block_table: Tensor,
     seq_lens: Tensor,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Let one query of each request attend; see `rungs.paged_attention`."""
     out = q.new_empty(len(rows), *q.shape[1:])
-    tables = (rows, block_table, seq_lens)
-    rungs.paged_attention(PAGED_ATTENTION, "v4", out, q, kv_cache, *tables, scale)
+    arguments = (out, q, kv_cache, rows, block_table, seq_lens, scale, window)
+    rungs.paged_attention(PAGED_ATTENTION, "v4", *arguments)
     return out
 
 
 class KernelRMSNorm:
     """`TorchRMSNorm` by a kernel: one launch, with the addition or without."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, plus_one: bool = False) -> None:
         self.weight = weight.contiguous()
         self.eps = eps
+        self.plus_one = plus_one
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Add to x, if there is something to add, and return its rows normalised."""
         if added is None:
-            return rms_norm(x, self.weight, self.eps)
-        return fused_add_rms_norm(x, added, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, self.plus_one)
+        return fused_add_rms_norm(x, added, self.weight, self.eps, self.plus_one)
 
 
 class KernelAttention:
@@ -124,10 +126,15 @@ class KernelAttention:
         self.block_table = block_table.int()
         self.seq_lens = (positions.flatten() + 1).int()
 
-    def attend(self, q: Tensor, kv_cache: Tensor, scale: float) -> Tensor:
-        """Attend to keys in the cache, [num_pieces, num_heads, head_dim]."""
+    def attend(
+        self, q: Tensor, kv_cache: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Attend to the last keys in the cache, [num_pieces, num_heads, head_dim].
+
+        A window is how many of them a query sees, its own among them; None for all.
+        """
         tables = (self.rows, self.block_table, self.seq_lens)
-        return paged_attention(q, kv_cache, *tables, scale)
+        return paged_attention(q, kv_cache, *tables, scale, window)
 
 
 def why_not_kernels(dtype: str, **sizes: int) -> str | None:

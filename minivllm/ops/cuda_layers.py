@@ -10,7 +10,7 @@ Called by `minivllm.ops.registry`, at the first choice.
 
 In vLLM: vllm/_custom_ops.py (rotary_embedding, reshape_and_cache_flash),
 vllm/model_executor/layers/activation.py (SiluAndMul, GeluAndMul).
-Source: appendix A18, "Small kernels".
+Source: appendix A18, "Small kernels"; appendix A24, "Windows".
 """
 
 import math
@@ -415,6 +415,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "silu_and_mul": silu_and_mul,
     "reshape_and_cache": reshape_and_cache,
     "embedding": embedding,
+    "gelu_and_mul": gelu_and_mul,
+    "gelu_tanh_and_mul": gelu_tanh_and_mul,
 }
 for op, implementation in KERNELS.items():
     condition = only_if_forced(op, of_any_size(cuda.why_not_emulated))

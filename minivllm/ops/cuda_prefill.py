@@ -300,14 +300,22 @@ class KernelPrefill:
         self.seq_lens = (positions.select(1, -1) + 1).int()
         self.block_table = block_table.int()
 
-    def attend(self, q: Tensor, kv_cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, kv_cache: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         """Attend to keys in the cache of a layer.
+
+        Args:
+            q: All queries of the batch, [num_tokens, num_heads, head_dim].
+            kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim].
+            scale: Of the scores.
+            window: How many keys a query sees, its own the last; None for all.
 
         Returns:
             [num_pieces * max_query_len, num_heads, head_dim], in the order of rows.
         """
         tables = (self.starts, self.ends, self.block_table, self.seq_lens)
-        limits = (self.max_query_len, scale)
+        limits = (self.max_query_len, scale, window)
         out = prefill_attention_of(q, kv_cache, *tables, *limits)
         return out.index_select(0, self.rows)
 

@@ -4,7 +4,7 @@ Each is an op of its name, and this is the backend that runs anywhere.
 
 In vLLM: vllm/model_executor/layers/layernorm.py (RMSNorm), activation.py (SiluAndMul),
 rotary_embedding/base.py (RotaryEmbedding).
-Source: appendix A6, "The torch runner".
+Source: appendix A6, "The torch runner"; chapter 7, "One decoder, many families".
 """
 
 import torch
@@ -20,8 +20,9 @@ class TorchRMSNorm:
     A decoder normalises sums: the text so far, and what the layer before has to add.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, eps: float, plus_one: bool = False) -> None:
+        """Take a weight w, [size]; with `plus_one`, columns are scaled by 1 + w."""
+        self.weight = 1 + weight.float() if plus_one else weight
         self.eps = torch.full((1, 1), eps, device=weight.device)
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
@@ -36,7 +37,10 @@ class TorchRMSNorm:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         # eps + length ** 2 / size, the mean square
         mean_square = torch.addcmul(self.eps, length, length, value=1 / x.shape[-1])
-        return (x * mean_square.rsqrt_()).to(x.dtype).mul_(self.weight)
+        normed = x * mean_square.rsqrt_()
+        if self.weight.dtype != x.dtype:  # 1 + w, which must not be rounded before
+            return (normed * self.weight).to(x.dtype)
+        return normed.to(x.dtype).mul_(self.weight)
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
@@ -100,3 +104,19 @@ define_op("rotary_embedding", [Backend("torch", rotary_embedding)])
 define_op("silu_and_mul", [Backend("torch", silu_and_mul)])
 define_op("reshape_and_cache", [Backend("torch", reshape_and_cache)])
 define_op("argmax", [Backend("torch", argmax)])
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, [num_rows, size], of [gate, up]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up by its approximation with tanh, of [gate, up]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+define_op("gelu_and_mul", [Backend("torch", gelu_and_mul)])
+define_op("gelu_tanh_and_mul", [Backend("torch", gelu_tanh_and_mul)])

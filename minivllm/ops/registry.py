@@ -15,7 +15,8 @@ forces a backend: if it cannot run, that is an error, never another backend in s
 In vLLM: vllm/ir/op.py (IrOp, IrOpImpl).
 Source: appendix A6, "The torch runner"; appendix A10, "Compiled operations"; appendix
     A16, "Launching kernels"; chapter 6, "CUDA kernels"; appendix A18, "Small kernels";
-    appendix A19, "Sampling kernels"; appendix A20, "Prefill attention".
+    appendix A19, "Sampling kernels"; appendix A20, "Prefill attention"; appendix A26,
+    "Kernels for experts".
 """
 
 import difflib
@@ -65,6 +66,7 @@ MODULES: list[str] = [
     "minivllm.ops.cuda_layers",
     "minivllm.ops.cuda_sampling",
     "minivllm.ops.cuda_prefill",
+    "minivllm.ops.cuda_moe",
 ]
 
 
@@ -74,9 +76,10 @@ def define_op(op: str, backends: Iterable[Backend]) -> None:
     assert OPS[op][-1].why_not is always, f"the last backend of {op} must always run"
 
 
-def add_backend(op: str, backend: Backend) -> None:
-    """Give an op a backend that is better than those it has."""
-    OPS[op].insert(0, backend)
+def add_backend(op: str, backend: Backend, behind: str | None = None) -> None:
+    """Give an op a backend: better than all, or than those behind a named one."""
+    names = [None, *(known.name for known in OPS[op])]
+    OPS[op].insert(names.index(behind), backend)
 
 
 def load_backends() -> None:

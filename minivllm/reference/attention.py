@@ -1,13 +1,14 @@
 """Attention in NumPy, float32, the way the formula is written.
 
-Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; chapter 7, "One
+    decoder, many families"; appendix A24, "Windows".
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from minivllm.models.context import check_room
+from minivllm.models.context import check_room, first_key_of
 from minivllm.models.spec import ModelSpec
 
 
@@ -20,7 +21,9 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return shares
 
 
-def attention_weights(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
+def attention_weights(
+    q: np.ndarray, k: np.ndarray, scale: float, window: int | None = None
+) -> np.ndarray:
     """Return how much each query looks at each key, causally.
 
     A query sees the keys up to its own position. There may be fewer queries than keys:
@@ -30,6 +33,7 @@ def attention_weights(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
         q: [num_queries, num_heads, head_dim].
         k: [num_keys, num_kv_heads, head_dim]; each head serves a group of queries.
         scale: Factor on the products.
+        window: How many keys a query sees, its own the last; None for all.
 
     Returns:
         [num_heads, num_queries, num_keys]; every row sums to one.
@@ -41,13 +45,20 @@ def attention_weights(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
     # [heads, queries, dim] @ [heads, dim, keys] -> [heads, queries, keys]
     scores = (q * np.float32(scale)).transpose(1, 0, 2) @ k.transpose(1, 2, 0)
     query_positions = np.arange(num_keys - num_queries, num_keys)
-    is_ahead = np.arange(num_keys) > query_positions[:, None]
-    scores[:, is_ahead] = -np.inf
+    distances = query_positions[:, None] - np.arange(num_keys)
+    is_hidden = distances < 0
+    if window is not None:
+        is_hidden |= distances >= window
+    scores[:, is_hidden] = -np.inf
     return softmax(scores)
 
 
 def causal_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    window: int | None = None,
 ) -> np.ndarray:
     """Mix the values by the attention weights.
 
@@ -56,13 +67,14 @@ def causal_attention(
         k: [num_keys, num_kv_heads, head_dim].
         v: Like k.
         scale: Factor on the products.
+        window: How many keys a query sees, its own the last; None for all.
 
     Returns:
         [num_queries, num_heads, head_dim].
     """
     v = v.repeat(q.shape[1] // v.shape[1], axis=1)
     # [heads, queries, keys] @ [heads, keys, dim] -> [heads, queries, dim]
-    mixed = attention_weights(q, k, scale) @ v.transpose(1, 0, 2)
+    mixed = attention_weights(q, k, scale, window) @ v.transpose(1, 0, 2)
     return mixed.transpose(1, 0, 2)
 
 
@@ -70,13 +82,14 @@ class DenseContext:
     """The simplest context: the tokens given are the whole text."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
         self.scale = spec.attention_scale
 
     def attend(
         self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray
     ) -> np.ndarray:
         """Attend causally among the given tokens."""
-        return causal_attention(q, k, v, self.scale)
+        return causal_attention(q, k, v, self.scale, self.spec.window_of(layer))
 
 
 class CachedContext:
@@ -92,12 +105,12 @@ class CachedContext:
         self.k_cache = np.zeros(shape, dtype=np.float32)
         self.v_cache = np.zeros(shape, dtype=np.float32)
         self.num_tokens = 0
-        self.scale = spec.attention_scale
+        self.spec = spec
 
     def attend(
         self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray
     ) -> np.ndarray:
-        """Store the new keys and values, and attend to all there are.
+        """Store the new keys and values, and attend to those in the window.
 
         Raises:
             ShapeError: The cache is full; nothing is written.
@@ -107,7 +120,10 @@ class CachedContext:
         end = self.num_tokens + len(k)
         keys[self.num_tokens : end] = k
         values[self.num_tokens : end] = v
-        return causal_attention(q, keys[:end], values[:end], self.scale)
+        window = self.spec.window_of(layer)
+        seen = slice(first_key_of(self.num_tokens, window), end)
+        scale = self.spec.attention_scale
+        return causal_attention(q, keys[seen], values[seen], scale, window)
 
     def positions(self, num_new: int) -> np.ndarray:
         """Return the positions of the next tokens, [num_new]."""
@@ -137,7 +153,7 @@ class StaticBatchContext:
         self.k_cache = np.zeros(shape + heads, dtype=np.float32)
         self.v_cache = np.zeros(shape + heads, dtype=np.float32)
         self.num_tokens = 0
-        self.scale = spec.attention_scale
+        self.spec = spec
 
     def attend(
         self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray
@@ -156,13 +172,15 @@ class StaticBatchContext:
         end = start + num_new
         keys[:, start:end] = k
         values[:, start:end] = v
+        window, scale = self.spec.window_of(layer), self.spec.attention_scale
         mixed = np.zeros_like(q)
         for text, first in enumerate(self.num_padding):
             if first < end:  # else nothing but padding so far
-                new = slice(max(first - start, 0), None)
-                own = (text, slice(first, end))
-                mixed[text, new] = causal_attention(
-                    q[text, new], keys[own], values[own], self.scale
+                new = max(first, start)
+                rows = (text, slice(new - start, None))
+                seen = (text, slice(max(first, first_key_of(new, window)), end))
+                mixed[rows] = causal_attention(
+                    q[rows], keys[seen], values[seen], scale, window
                 )
         return mixed.reshape(-1, *q.shape[2:])
 

@@ -4,17 +4,22 @@ It is the oracle: whatever a faster decoder computes is compared with this one. 
 never imports torch.
 
 In vLLM: vllm/model_executor/models/llama.py.
-Source: chapter 1, "Naive generation"; chapter 2, "The KV cache".
+Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; chapter 7, "One
+    decoder, many families"; appendix A25, "Experts in the engine".
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from minivllm.errors import ConfigError
 from minivllm.models.context import AttentionContext, CachingContext
-from minivllm.models.rotary import inverse_frequencies
+from minivllm.models.expert_counts import ExpertCounts
+from minivllm.models.rotary import attention_factor, inverse_frequencies
 from minivllm.models.spec import ModelSpec
 from minivllm.reference.attention import CachedContext, DenseContext, StaticBatchContext
+from minivllm.reference.moe import route
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -43,7 +48,19 @@ def silu(x: np.ndarray) -> np.ndarray:
         return x / (1 + np.exp(-x))
 
 
-ACTIVATIONS = {"silu": silu}
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Return x times the share of a normal distribution below x."""
+    erf = np.vectorize(math.erf, otypes=[np.float32])
+    return x * (1 + erf(x / np.float32(math.sqrt(2)))) / 2
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """Return nearly the same, in the form that was cheaper once."""
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
+    return x * (1 + np.tanh(inner)) / 2
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
 class NumpyDecoder:
@@ -63,7 +80,11 @@ class NumpyDecoder:
         self.spec = spec
         self.weights = {k: np.asarray(w, np.float32) for k, w in weights.items()}
         self.activation = ACTIVATIONS[spec.hidden_act]
-        self.frequencies = inverse_frequencies(spec.head_dim, spec.rope)
+        self.frequencies = [
+            inverse_frequencies(spec.head_dim, rope) for rope in spec.ropes
+        ]
+        # Of each expert, in the layers where somebody counts.
+        self.num_rows: dict[int, np.ndarray] = {}
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return x times the transposed weight, plus the bias where there is one."""
@@ -73,7 +94,10 @@ class NumpyDecoder:
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         """Normalise the rows of x with the named weight."""
-        return rms_norm(x, self.weights[f"{name}.weight"], self.spec.rms_norm_eps)
+        weight = self.weights[f"{name}.weight"]
+        if self.spec.norm_plus_one:
+            weight = 1 + weight
+        return rms_norm(x, weight, self.spec.rms_norm_eps)
 
     def attention(
         self,
@@ -89,16 +113,17 @@ class NumpyDecoder:
         q = self.linear(f"{name}.q_proj", x).reshape(heads)
         k = self.linear(f"{name}.k_proj", x).reshape(heads)
         v = self.linear(f"{name}.v_proj", x).reshape(heads)
+        if self.spec.qk_norm:
+            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         mixed = context.attend(layer, q, k, v)
         return self.linear(f"{name}.o_proj", mixed.reshape(len(x), -1))
 
     def mlp(self, layer: int, x: np.ndarray) -> np.ndarray:
         """Transform each token alone: [num_tokens, hidden_size] in and out."""
-        name = f"layers.{layer}.mlp"
-        gate = self.activation(self.linear(f"{name}.gate_proj", x))
-        up = self.linear(f"{name}.up_proj", x)
-        return self.linear(f"{name}.down_proj", gate * up)
+        if self.spec.has_experts(layer):
+            return self.experts(layer, x)
+        return self.gated(f"layers.{layer}.mlp", x)
 
     def run_layer(
         self,
@@ -109,10 +134,26 @@ class NumpyDecoder:
         context: AttentionContext[np.ndarray],
     ) -> np.ndarray:
         """Add what attention, then the MLP, have to say: [num_tokens, hidden_size]."""
-        normed = self.norm(f"layers.{layer}.input_layernorm", hidden_states)
-        hidden_states = hidden_states + self.attention(layer, normed, cos, sin, context)
-        normed = self.norm(f"layers.{layer}.post_attention_layernorm", hidden_states)
-        return hidden_states + self.mlp(layer, normed)
+        name = f"layers.{layer}"
+        normed = self.norm(f"{name}.input_layernorm", hidden_states)
+        mixed = self.attention(layer, normed, cos, sin, context)
+        if self.spec.post_norms:
+            mixed = self.norm(f"{name}.post_attention_layernorm", mixed)
+        hidden_states = hidden_states + mixed
+        normed = self.norm(f"{name}.{self.spec.mlp_norm}", hidden_states)
+        transformed = self.mlp(layer, normed)
+        if self.spec.post_norms:
+            transformed = self.norm(f"{name}.post_feedforward_layernorm", transformed)
+        return hidden_states + transformed
+
+    def rope_tables(self, positions: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return cosines and sines of each rope, [num_tokens, 1, head_dim // 2]."""
+        tables = []
+        for rope, frequencies in zip(self.spec.ropes, self.frequencies, strict=True):
+            angles = positions.astype(np.float32)[:, None, None] * frequencies
+            factor = np.float32(attention_factor(rope))
+            tables.append((np.cos(angles) * factor, np.sin(angles) * factor))
+        return tables
 
     def forward(
         self,
@@ -131,9 +172,10 @@ class NumpyDecoder:
             The normalised hidden states, [num_tokens, hidden_size].
         """
         hidden_states = self.weights["embed_tokens.weight"][input_ids]
-        angles = positions.astype(np.float32)[:, None, None] * self.frequencies
-        cos, sin = np.cos(angles), np.sin(angles)
+        hidden_states = hidden_states * np.float32(self.spec.embedding_scale)
+        tables = self.rope_tables(positions)
         for layer in range(self.spec.num_layers):
+            cos, sin = tables[self.spec.rope_index(layer)]
             hidden_states = self.run_layer(layer, hidden_states, cos, sin, context)
         return self.norm("norm", hidden_states)
 
@@ -189,3 +231,46 @@ class NumpyDecoder:
     ) -> StaticBatchContext:
         """Return an empty cache for prompts of these lengths, padded on the left."""
         return StaticBatchContext(self.spec, lengths, max_tokens)
+
+    def gated(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Run the gated unit of a name: [num_tokens, hidden_size] in and out."""
+        gate = self.activation(self.linear(f"{name}.gate_proj", x))
+        up = self.linear(f"{name}.up_proj", x)
+        return self.linear(f"{name}.down_proj", gate * up)
+
+    def experts(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """Send each token to its experts: [num_tokens, hidden_size] in and out."""
+        moe = self.spec.moe
+        assert moe is not None
+        name = f"layers.{layer}.mlp"
+        logits = self.linear(f"{name}.gate", x)
+        shares, experts = route(logits, moe.top_k, moe.norm_topk_prob)
+        if layer in self.num_rows:
+            counts = np.bincount(experts.ravel(), minlength=moe.num_experts)
+            self.num_rows[layer] += counts
+        y = np.zeros_like(x)
+        for token, chosen in enumerate(experts):
+            for share, expert in zip(shares[token], chosen, strict=True):
+                row = self.gated(f"{name}.experts.{expert}", x[token : token + 1])
+                y[token] += share * row[0]
+        if moe.shared_intermediate_size:
+            gate = self.linear(f"{name}.shared_expert_gate", x)
+            sigmoid = np.exp(-np.logaddexp(0, -gate))  # without overflow
+            y += sigmoid * self.gated(f"{name}.shared_expert", x)
+        return y
+
+    def count_experts(self) -> ExpertCounts:
+        """Count from now on how many tokens each expert gets.
+
+        Raises:
+            ConfigError: The model has no experts.
+        """
+        moe = self.spec.moe
+        if moe is None:
+            raise ConfigError(
+                f"{self.spec.architecture} has no experts to count: choose a model "
+                "that has"
+            )
+        num_rows = np.zeros((len(moe.layers), moe.num_experts), dtype=np.int64)
+        self.num_rows = dict(zip(moe.layers, num_rows, strict=True))
+        return ExpertCounts(moe.layers, num_rows)

@@ -9,13 +9,14 @@ and Gimelshein (2018), which FlashAttention (Dao et al. 2022) made famous.
 
 In vLLM: vllm/_custom_ops.py (reshape_and_cache),
 vllm/v1/attention/ops/triton_unified_attention.py (unified_attention).
-Source: chapter 3, "Paging".
+Source: chapter 3, "Paging"; appendix A24, "Windows".
 """
 
 from itertools import pairwise
 
 import numpy as np
 
+from minivllm.models.context import first_key_of
 from minivllm.reference.attention import causal_attention
 
 
@@ -104,6 +105,7 @@ def paged_attention(
     seq_lens: np.ndarray,
     block_table: np.ndarray,
     scale: float,
+    window: int | None = None,
 ) -> np.ndarray:
     """Attend for a flat batch, request by request.
 
@@ -114,12 +116,18 @@ def paged_attention(
         seq_lens: Tokens in the cache of each request, [num_reqs].
         block_table: [num_reqs, max_num_blocks].
         scale: Factor on the products.
+        window: How many keys a query sees, its own the last; None for all.
 
     Returns:
         [num_tokens, num_heads, head_dim].
     """
     mixed = np.empty_like(q)
+    block_size = kv_cache.shape[2]
     for index, (start, end) in enumerate(pairwise(query_start_loc)):
-        keys, values = gather_blocks(kv_cache, block_table[index], seq_lens[index])
-        mixed[start:end] = causal_attention(q[start:end], keys, values, scale)
+        first_key = first_key_of(seq_lens[index] - (end - start), window)
+        first_block = first_key // block_size
+        num_keys = seq_lens[index] - first_block * block_size
+        block_ids = block_table[index, first_block:]
+        keys, values = gather_blocks(kv_cache, block_ids, num_keys)
+        mixed[start:end] = causal_attention(q[start:end], keys, values, scale, window)
     return mixed

@@ -149,12 +149,14 @@ def build_runner(
     tokenizer = Tokenizer.from_dir(folder)
     decoder = load_model(folder, backend=backend, dtype=dtype, device=device)
     tokenizer.check_embedding_rows(decoder.spec.vocab_size)
+    # An added token may lack a row, and a row a token: neither can be chosen.
+    vocab_size = min(tokenizer.vocab_size, decoder.spec.vocab_size)
     build: dict[str, Callable[..., Runner]] = {
         "numpy": numpy_runner,
         "torch": torch_runner,
     }
     try:
-        runner = build[backend](decoder, cache, tokenizer.vocab_size)
+        runner = build[backend](decoder, cache, vocab_size)
     except (MemoryError, RuntimeError) as error:
         raise ConfigError(
             f"the KV cache cannot be reserved ({error}): lower num_blocks, "

@@ -16,7 +16,7 @@ Called by the torch runner.
 
 In vLLM: vllm/compilation/cuda_graph.py (CUDAGraphWrapper),
 vllm/v1/worker/gpu_model_runner.py (capture_model).
-Source: appendix A21, "CUDA graphs".
+Source: appendix A21, "CUDA graphs"; appendix A24, "Windows".
 """
 
 from collections.abc import Callable, Sequence
@@ -60,32 +60,33 @@ class DecodeContext:
 
     def __init__(
         self,
+        spec: ModelSpec,
         layers: Sequence[Tensor],
         slot_mapping: Tensor,
         reshape_and_cache: Callable[..., None],
         attention: Any,
-        scale: float,
     ) -> None:
         """Prepare what all layers share.
 
         Args:
+            spec: The model.
             layers: The cache of each.
             slot_mapping: [num_rows].
             reshape_and_cache: The op.
             attention: A `PaddedAttention`, or one like it.
-            scale: Of the scores.
         """
+        self.spec = spec
         self.layers = layers
         self.slot_mapping = slot_mapping
         self.reshape_and_cache = reshape_and_cache
         self.attention = attention
-        self.scale = scale
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put the new keys and values into their slots, then let all queries look."""
         kv_cache = self.layers[layer]
         self.reshape_and_cache(k, v, kv_cache, self.slot_mapping)
-        return self.attention.attend(q, kv_cache, self.scale)
+        sight = self.spec.attention_scale, self.spec.window_of(layer)
+        return self.attention.attend(q, kv_cache, *sight)
 
 
 def bucket_sizes(max_rows: int) -> list[int]:

@@ -6,7 +6,8 @@ Every array of a step can be printed: `runner.batch` is the last one's input and
 Called by the engine. Never imports torch.
 
 Source: chapter 3, "Paging"; chapter 4, "Continuous batching"; appendix A14, "One
-    prompt, many answers".
+    prompt, many answers"; appendix A24, "Windows"; appendix A25, "Experts in the
+    engine".
 """
 
 import time
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minivllm.models.expert_counts import ExpertCounts
 from minivllm.models.spec import ModelSpec
 from minivllm.reference.decoder import NumpyDecoder
 from minivllm.reference.logprobs import logprobs_of
@@ -46,14 +48,14 @@ class PagedContext:
                 the step writes into it.
             metadata: Where its tokens belong.
         """
-        self.scale = spec.attention_scale
+        self.spec = spec
         self.kv_cache = kv_cache
         self.metadata = metadata
 
     def attend(
         self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray
     ) -> np.ndarray:
-        """Put the new keys and values into their slots, then read all of them."""
+        """Put the new keys and values into their slots, then read those in sight."""
         reshape_and_cache(k, v, self.kv_cache[layer], self.metadata.slot_mapping)
         return paged_attention(
             q,
@@ -61,12 +63,15 @@ class PagedContext:
             self.metadata.query_start_loc,
             self.metadata.seq_lens,
             self.metadata.block_table,
-            self.scale,
+            self.spec.attention_scale,
+            self.spec.window_of(layer),
         )
 
 
 class NumpyRunner:
     """Computes steps in float32 on the CPU."""
+
+    expert_counts: ExpertCounts | None = None
 
     def __init__(
         self,
@@ -147,3 +152,11 @@ class NumpyRunner:
         logits = logits[:, : self.vocab_size]
         numbers = logprobs_of(logits, token_ids, found.max_best)
         return [array.tolist() for array in numbers]
+
+    def count_experts(self) -> None:
+        """Count from now on how many tokens each expert gets.
+
+        Raises:
+            ConfigError: The model has no experts.
+        """
+        self.expert_counts = self.decoder.count_experts()

@@ -11,7 +11,8 @@ Called by the engine.
 
 In vLLM: vllm/v1/worker/gpu_model_runner.py (GPUModelRunner).
 Source: appendix A6, "The torch runner"; appendix A14, "One prompt, many answers";
-    appendix A21, "CUDA graphs".
+    appendix A21, "CUDA graphs"; appendix A24, "Windows"; appendix A25, "Experts in the
+    engine".
 """
 
 import time
@@ -25,7 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.errors import ConfigError
+from minivllm.models.context import first_key_of
 from minivllm.models.decoder import Decoder
+from minivllm.models.expert_counts import ExpertCounts
+from minivllm.models.layers import causal_mask
 from minivllm.models.merged import MergedDecoder
 from minivllm.models.spec import ModelSpec
 from minivllm.ops.paged_attention import PaddedAttention
@@ -98,7 +102,9 @@ class FreshPieces:
         self.rows = rows
         self.first_row = int(group.rows[0, 0])
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         """Attend causally within each piece, [num_queries, num_heads, head_dim]."""
         num_pieces, length = self.rows.shape
         if num_pieces == 1:  # its rows are neighbours: nothing to gather
@@ -107,16 +113,23 @@ class FreshPieces:
             rows = self.rows.flatten()
             q, k, v = (x.index_select(0, rows) for x in (q, k, v))
         q, k, v = (x.unflatten(0, (num_pieces, length)) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         # Padding is at the end, where no real query looks.
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return mixed.transpose(1, 2).flatten(0, 1)
+        if window is None or window >= length:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+            return mixed.transpose(1, 2).flatten(0, 1)
+        # A part of the queries at a time, with those keys that one of them sees.
+        parts, sight = [], (window, q.device)
+        for start in range(0, length, MAX_QUERIES):
+            num, first = min(MAX_QUERIES, length - start), first_key_of(start, window)
+            num_keys = start + num - first
+            seen = (x.narrow(2, first, num_keys) for x in (k, v))
+            part, mask = q.narrow(2, start, num), causal_mask(num, num_keys, *sight)
+            parts.append(
+                F.scaled_dot_product_attention(part, *seen, attn_mask=mask, **options)
+            )
+        return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
 
 
 class RunnerOps:
@@ -178,7 +191,7 @@ class PagedContext:
             grouping: On the device: the places from `group_queries`, then rows,
                 positions and block_table of each group.
         """
-        self.scale = spec.attention_scale
+        self.spec = spec
         self.reshape_and_cache = ops.reshape_and_cache
         self.layers = kv_cache.unbind()
         self.slot_mapping = slot_mapping
@@ -200,8 +213,9 @@ class PagedContext:
         """
         kv_cache = self.layers[layer]
         self.reshape_and_cache(k, v, kv_cache, self.slot_mapping)
-        mixed = [pieces.attend(q, k, v, self.scale) for pieces in self.fresh]
-        mixed += [pieces.attend(q, kv_cache, self.scale) for pieces in self.cached]
+        sight = self.spec.attention_scale, self.spec.window_of(layer)
+        mixed = [pieces.attend(q, k, v, *sight) for pieces in self.fresh]
+        mixed += [pieces.attend(q, kv_cache, *sight) for pieces in self.cached]
         if not self.places.numel():
             return mixed[0]
         whole = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
@@ -212,6 +226,7 @@ class TorchRunner:
     """Computes steps in the dtype and on the device of a decoder."""
 
     graphs: DecodeGraphs | None = None
+    expert_counts: ExpertCounts | None = None
 
     def __init__(
         self,
@@ -429,16 +444,25 @@ class TorchRunner:
         rows = torch.arange(len(inputs.input_ids), device=self.device)
         tables = (rows.unsqueeze(1), inputs.positions.unsqueeze(1), inputs.block_table)
         context = DecodeContext(
+            self.decoder.spec,
             layers,
             inputs.slot_mapping,
             self.ops.reshape_and_cache,
             self.ops.attention(*tables, layers[0]),
-            self.decoder.spec.attention_scale,
         )
         hidden_states = self.decoder.forward(
             inputs.input_ids, inputs.positions, context
         )
         return self._logits(hidden_states)
+
+    def count_experts(self) -> None:
+        """Count from now on how many tokens each expert gets, without CUDA graphs.
+
+        Raises:
+            ConfigError: The model has no experts.
+        """
+        self.expert_counts = self.decoder.count_experts()
+        self.graphs = None  # they would not count, and padding would be counted
 
 
 @torch.inference_mode()

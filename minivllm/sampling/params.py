@@ -123,6 +123,9 @@ class SamplingParams:
         skip_special_tokens: Leave out of the text the tokens that are markup.
         spaces_between_special_tokens: Put spaces between them where the tokenizer does
             so; no tokenizer of `tokenizer.json` does, so nothing depends on it.
+        split_reasoning: Put what the model thinks, between <think> and </think> at the
+            start of its answer, into `reasoning_content`, apart from the text. It
+            changes no token; stop texts count in both.
         logits_processors: Functions of the token ids of the answer so far and the
             logits, [vocab_size], NumPy or torch; they change the logits in place or
             return others. One that keeps a state has a method `fresh`, which returns
@@ -161,6 +164,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    split_reasoning: bool = False
     logits_processors: Sequence[Callable[[list[int], Any], Any]] | None = ()
     guided_json: Mapping[str, Any] | bool | str | None = None
     guided_regex: str | None = None
@@ -346,6 +350,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         (
             *("include_stop_str_in_output", "ignore_eos"),
             *("skip_special_tokens", "spaces_between_special_tokens"),
+            "split_reasoning",
         ),
         (lambda v: type(v) is bool, "True or False"),
     ),

@@ -6,7 +6,7 @@ Invariant: a template cannot reach Python, nor change the messages; whatever goe
 in it is an error of ours. Called by the tokenizer.
 
 In vLLM: vllm/renderers/hf.py, safe_apply_chat_template, around transformers.
-Source: appendix A2, "Text".
+Source: appendix A2, "Text"; appendix A27, "Thinking".
 """
 
 import json
@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -170,3 +171,17 @@ def render_chat(template: str, messages: Any, variables: Mapping[str, Any]) -> s
         raise RequestError(
             f"the chat template refused these messages: {error}"
         ) from error
+
+
+@lru_cache(maxsize=32)
+def variables_of(template: str) -> frozenset[str]:
+    """Return the names that a chat template may take from its caller; not messages.
+
+    A name that is set in one branch and read behind it is among them.
+
+    Raises:
+        ConfigError: The template is no valid Jinja, or cannot be compiled.
+    """
+    environment = _compile(template).environment
+    names = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    return frozenset(names - {"messages", *environment.globals})

@@ -17,7 +17,7 @@ Source: appendix A2, "Text"; chapter 5, "Sampling".
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 from minivllm.text.tokenizer import Tokenizer, as_token_id
@@ -61,6 +61,7 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: Knows the bytes of each token.
         skip_special_tokens: Leave the tokens out that are markup.
+        shown_token_ids: But not these.
         stop: The first of these that is complete ends the text; of several that end
             with the same character, the longest.
         include_stop_str_in_output: Cut behind the stop text, not before it.
@@ -80,6 +81,7 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        shown_token_ids: Iterable[int] = (),
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
@@ -88,7 +90,9 @@ class IncrementalDetokenizer:
         self.stop_reason: str | None = None
         self._tokenizer = tokenizer
         self._skipped = (
-            tokenizer.special_token_ids if skip_special_tokens else frozenset()
+            tokenizer.special_token_ids.difference(shown_token_ids)
+            if skip_special_tokens
+            else frozenset()
         )
         self._stops = StopStrings(stop) if stop else None
         self._held = ("", 0)  # a stop text, and how much of it is held back

@@ -134,13 +134,16 @@ def read_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
         if isinstance(value, list)
         else dict(value)
     )
-    file = folder / "chat_template.jinja"
-    try:
-        if file.is_file():
-            templates["default"] = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptFile(
-            f"the chat template {file} is no UTF-8 ({error.reason} at byte "
-            f"{error.start}): get the file again"
-        ) from error
+    named = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    files = {file.stem: file for file in named}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    for name, file in files.items():
+        try:
+            templates[name] = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CorruptFile(
+                f"the chat template {file} is no UTF-8 ({error.reason} at byte "
+                f"{error.start}): get the file again"
+            ) from error
     return templates

@@ -9,9 +9,10 @@ construction, so threads may share one tokenizer. Called by the engine, the serv
 and the command line.
 
 In vLLM: vllm/tokenizers/hf.py, CachedHfTokenizer, around transformers' tokenizers.
-Source: appendix A2, "Text".
+Source: appendix A2, "Text"; appendix A27, "Thinking".
 """
 
+import difflib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, SupportsIndex
 import tokenizers
 
 from minivllm.errors import ConfigError, CorruptFile, ModelNotFound, RequestError
-from minivllm.text.chat_template import render_chat
+from minivllm.text.chat_template import render_chat, variables_of
 from minivllm.text.settings import (
     named_tokens,
     read_chat_templates,
@@ -65,6 +66,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: The largest token id plus one; a model may have more rows.
+        missing_token_ids: Those below `vocab_size` that are no token.
         bos_token_id: The token that starts a text, or None.
         eos_token_ids: Every token that ends an answer: the union of what the
             tokenizer, `config.json` and `generation_config.json` name.
@@ -86,7 +88,9 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.spelling = Spelling.of(backend.decoder)
-        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        token_ids = set(backend.get_vocab().values())
+        self.vocab_size = max(token_ids, default=-1) + 1
+        self.missing_token_ids = sorted(token_ids ^ set(range(self.vocab_size)))
         self._named_tokens = named_tokens(settings)
         self.special_token_ids = self._make_special(settings)
         self.bos_token_id = self._id_of("bos_token")
@@ -108,8 +112,9 @@ class Tokenizer:
 
         Args:
             folder: Holds `tokenizer.json`; `tokenizer_config.json`,
-                `special_tokens_map.json`, `config.json`, `generation_config.json`
-                and `chat_template.jinja` are read where they exist.
+                `special_tokens_map.json`, `config.json`, `generation_config.json`,
+                `chat_template.jinja` and `additional_chat_templates/NAME.jinja` are
+                read where they exist.
 
         Raises:
             ModelNotFound: There is no `tokenizer.json`.
@@ -243,13 +248,19 @@ class Tokenizer:
         return b"" if token is None else self.spelling.bytes_of(token)
 
     def check_embedding_rows(self, num_rows: int) -> None:
-        """Raise ConfigError if a token id has no row in the embedding matrix.
+        """Raise ConfigError if a token of text has no row in the embedding matrix.
 
-        More rows than tokens is normal: the matrix is padded to a round number.
+        More rows than tokens is normal: the matrix is padded to a round number. So is
+        an added token without a row, such as the one for images of a model that sees
+        none, unless it is BOS or EOS; a prompt that holds it is refused.
         """
-        if self.vocab_size > num_rows:
+        added = self._backend.get_added_tokens_decoder().keys()
+        needed = set(self._backend.get_vocab().values()) - added
+        needed |= {self._id_of("bos_token"), self._id_of("eos_token")} - {None}
+        largest = max(needed, default=-1)
+        if largest >= num_rows:
             raise ConfigError(
-                f"the tokenizer's largest token id is {self.vocab_size - 1:,}, but the "
+                f"the tokenizer's largest token id for text is {largest:,}, but the "
                 f"embedding matrix has only {num_rows:,} rows: tokenizer and weights "
                 "belong to different models; take both from the same folder"
             )
@@ -318,6 +329,34 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
         )
         return self._with_start(self._encode(text))
+
+    def check_template_kwargs(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return variables for `encode_chat`, all of which the chat template reads.
+
+        Raises:
+            RequestError: One of them it does not read: a misspelling, or a switch that
+                this model does not have. Or there is no template.
+        """
+        if not isinstance(kwargs, Mapping | None):
+            raise RequestError(
+                f"chat_template_kwargs is {kwargs!r:.80}, but must be a dictionary "
+                'such as {"enable_thinking": False}'
+            )
+        if not kwargs:
+            return {}
+        template = self._choose_template(has_tools=bool(kwargs.get("tools")))
+        known = variables_of(template)
+        for name in kwargs:
+            if name in known:
+                continue
+            nearest = difflib.get_close_matches(str(name), known, n=1)
+            others = ", ".join(sorted(known - self._named_tokens.keys())) or "nothing"
+            hint = f"did you mean {nearest[0]}?" if nearest else f"it takes {others}"
+            raise RequestError(
+                f"chat_template_kwargs has {name!r}, which this model's chat template "
+                f"does not take: {hint}"
+            )
+        return dict(kwargs)
 
 
 def _overrule(ids: list[int], token_id: int | None, flag: bool | None) -> list[int]:

@@ -8,12 +8,20 @@ EQUIVALENT = {
     "rounded down, it is the same number": [
         "common.cuh WIDEST: constexpr int WIDEST = 17 / sizeof(T);",
         "paged_attention.cu THREADS: constexpr int THREADS = 129;",
+        "grouped_linear.cu STEP: constexpr int STEP = 129 / sizeof(T);",
     ],
     "all threads that may write it have the same number": [
         "reduce.cuh block_reduce: if (lane == 1) of_warps[warp] = value;",
         "paged_attention.cu put: if (lane == 1) {",
         "gated_mlp.cu gated_mlp: if (lane == 1)",
         "paged_attention.cu paged_attention_v4: if (threadIdx.x == 1) {",
+        "grouped_linear.cu find_tile: if (threadIdx.x == 1) tile = {0, 0, 0};",
+        "grouped_linear.cu grouped_linear_v2: if (lane == 1) "
+        "out[int64_t(tile.row + row) * out_size + column] = from_float<T>(sum);",
+        "moe_permute.cu moe_permute_v2: "
+        "if (threadIdx.x == 1) offsets[num_experts] = num_choices;",
+        "moe_permute.cu add_up_parts: "
+        "if (threadIdx.x == 1) offsets[num_experts] = num_choices;",
         "argmax.cu argmax_v2: if (threadIdx.x == 1) {",
         "argmax.cu argmax_v3: if (threadIdx.x == 1) "
         "bests[row * num_parts + blockIdx.x] = best;",
@@ -36,6 +44,7 @@ EQUIVALENT = {
         "argmax.cu merge_bests: Key best = 1;",
         "cut.cu next_best: Key best = 1;",
         "draw.cu last_key: if (request >= num_cut) return 1;",
+        "topk_softmax.cu topk_softmax_v1: Key best = 1;",
     ],
     "every token has a smaller key": [
         "cut.cu BEFORE_ALL: constexpr Key BEFORE_ALL = ~Key(1);",
@@ -103,6 +112,10 @@ EQUIVALENT = {
         "paged_attention.cu Running: float top = LOWEST, total = 0.0f, "
         "mixed[SIZE] = {1.0f};",
     ],
+    "it is not read before it was written": [
+        "topk_softmax.cu topk_softmax_v1: Key last = 1;",
+        "moe_permute.cu place: int expert = 1, rank = 0;",
+    ],
     # More than is needed.
     "the block has a thread for each number of a head": [
         "paged_attention.cu merge_splits: "
@@ -140,6 +153,62 @@ EQUIVALENT = {
         "gated_mlp.cu gated_mlp: for (int row = 0; row <= ROWS; row++) {",
         "gated_mlp.cu gated_mlp: for (int row = 0; row <= ROWS; row++) { (2)",
     ],
+    "of a tile without rows nothing else is read": [
+        "grouped_linear.cu find_tile: if (threadIdx.x == 0) tile = {1, 0, 0};",
+        "grouped_linear.cu find_tile: if (threadIdx.x == 0) tile = {0, 1, 0};",
+    ],
+    "the host allows for more tiles than there are then": [
+        "grouped_linear.cu FEW: constexpr int FEW = 9;",
+    ],
+    "no tile has so many rows, so none of them is stored": [
+        "grouped_linear.cu grouped_linear_v4: "
+        "for (int i = 0; i <= HEIGHT / SIDE; i++) { (2)",
+        "grouped_linear.cu grouped_linear_v3: for (int j = 0; j <= NUM; j++) { (2)",
+        "grouped_linear.cu grouped_linear_v2: for (int row = 0; row <= FEW; row++) {",
+        "grouped_linear.cu grouped_linear_v2: "
+        "for (int row = 0; row <= FEW; row++) { (2)",
+    ],
+    "after a round that is not full, nobody reads where an expert starts": [
+        "moe_permute.cu place: if (threadIdx.x <= num) atomicAdd(&starts[expert], 1);",
+        "moe_permute.cu place: if (true) atomicAdd(&starts[expert], 1);",
+        "moe_permute.cu place: if (0 < num) atomicAdd(&starts[expert], 1);",
+    ],
+    "a block without rows stores nothing": [
+        "grouped_linear.cu grouped_linear_v2: "
+        "if (tile.num < 0 || column >= out_size) return;",
+        "grouped_linear.cu grouped_linear_v3: if (tile.num < 0) return;",
+        "grouped_linear.cu grouped_linear_v3: if (false) return;",
+        "grouped_linear.cu grouped_linear_v4: if (tile.num < 0) return;",
+        "grouped_linear.cu grouped_linear_v4: if (false) return;",
+    ],
+    "an expert that there is not has no rows": [
+        "grouped_linear.cu find_tile: const int row = is_there ? offsets[expert] : 1;",
+    ],
+    "one round more has nothing to do": [
+        "grouped_linear.cu find_tile: "
+        "for (int start = 0; start <= num_experts; start += blockDim.x) {",
+        "moe_permute.cu add_up: "
+        "for (int start = 0; start <= size; start += blockDim.x) {",
+        "moe_permute.cu place: for (; start <= end; start += PART) {",
+        "grouped_linear.cu grouped_linear_v3: "
+        "for (int first = 0; first <= in_size; first += STEP<T>) {",
+        "grouped_linear.cu grouped_linear_v4: "
+        "for (int first = 0; first <= in_size; first += STEP<T>) {",
+    ],
+    "it comes behind the last count, where nobody reads a sum": [
+        "moe_permute.cu add_up: "
+        "const int sum = before + block_scan(i < size ? counts[i] : 1, total);",
+    ],
+    "a round takes one choice less, and the last thread waits": [
+        "moe_permute.cu PART: constexpr int PART = 255;",
+    ],
+    "a lane has no expert of that number": [
+        "topk_softmax.cu topk_softmax_v2: for (int i = 0; i <= SIZE; i++)",
+    ],
+    "the last choice is remembered by a lane that stores nothing, or by none": [
+        "topk_softmax.cu topk_softmax_v2: "
+        "for (int choice = 0; choice <= top_k; choice++) {",
+    ],
     "a split without keys writes what nobody reads": [
         "paged_attention.cu paged_attention_v4: if (start > end) return;",
         "paged_attention.cu paged_attention_v4: if (false) return;",
@@ -148,6 +217,9 @@ EQUIVALENT = {
 
 # Of prefill_attention.cu.
 PREFILL = {
+    "heads are even, so none is of 32 n + 1, where it differs": [
+        "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 2) / WARP;",
+    ],
     "slower and not wrong: test_traffic.py counts how often a bank is asked": [
         "prefill_attention_v2: constexpr int STRIDE = HEAD_DIM + 4 * sizeof(T);",
         "prefill_attention_v2: constexpr int STRIDE = HEAD_DIM + 4 % sizeof(T);",
@@ -183,7 +255,6 @@ PREFILL = {
         "SHARE: constexpr int SHARE = (HEAD_DIM + WARP + 1) / WARP;",
         "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 1) % WARP;",
         "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 0) / WARP;",
-        "SHARE: constexpr int SHARE = (HEAD_DIM + WARP - 2) / WARP;",
         "store_share: for (int i = 0; i <= SHARE<HEAD_DIM>; i++) {",
         "prefill_attention_v2: Running<SIZE> seen[FEW * WARPS];",
         "prefill_attention_v2: float shares[FEW * WARPS];",

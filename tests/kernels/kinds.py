@@ -11,6 +11,14 @@ from tests.kernels.layer_cases import (
     GatedMLPCase,
     RotaryCase,
 )
+from tests.kernels.moe_cases import (
+    CombineCase,
+    GroupedCase,
+    PermuteCase,
+    TensorTileCase,
+    TileCase,
+    TopkCase,
+)
 from tests.kernels.prefill_cases import PrefillCase, TensorCoreCase
 from tests.kernels.sampling_cases import ArgmaxCase, CutCase, DrawCase
 
@@ -28,6 +36,12 @@ KINDS: list[type[Case]] = [
     DrawCase,
     PrefillCase,
     TensorCoreCase,
+    TopkCase,
+    PermuteCase,
+    GroupedCase,
+    TileCase,
+    TensorTileCase,
+    CombineCase,
 ]
 RUNGS = [(kind, version) for kind in KINDS for version in kind.versions]
 FILES = list(dict.fromkeys(kind.file for kind in KINDS))

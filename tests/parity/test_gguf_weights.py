@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.loading.gguf import (
-    LLAMA,
-    hugging_face_name,
-    hugging_face_tensor,
-    model_config,
-)
+from minivllm.loading.gguf import hugging_face_tensor, model_config
 from minivllm.loading.gguf_file import read_gguf
+from minivllm.loading.gguf_names import LLAMA, hugging_face_name
 from minivllm.loading.tensors import read_safetensors
 
 transformers = pytest.importorskip("transformers")

@@ -4,7 +4,7 @@ A family is data and one small function; adding one means adding a file here and
 entry to FAMILIES.
 
 In vLLM: vllm/model_executor/models/registry.py.
-Source: appendix A3, "Loading".
+Source: appendix A3, "Loading"; appendix A23, "Reading families".
 """
 
 from collections.abc import Mapping
@@ -12,24 +12,30 @@ from typing import Any
 
 from minivllm.errors import ConfigError
 from minivllm.models.families.base import Family
+from minivllm.models.families.gemma3 import GEMMA3
 from minivllm.models.families.llama import LLAMA
+from minivllm.models.families.qwen2 import QWEN2
+from minivllm.models.families.qwen3 import QWEN3, QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA,)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA3)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Find the family by the `architectures` of a config.json.
+    """Find the family by the `architectures` of a config.json, else by `model_type`.
 
     Raises:
-        ConfigError: None of the supported architectures is named.
+        ConfigError: It names an architecture that is not supported, or nothing.
     """
     named = config.get("architectures") or []
     named = [str(name) for name in (named if isinstance(named, list) else [named])]
     for family in FAMILIES:
         if set(family.architectures) & set(named):
             return family
-    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
+        if not named and config.get("model_type") in family.model_types:
+            return family
+    supported = ", ".join(family.architectures[0] for family in FAMILIES)
     raise ConfigError(
         f"config.json names the architecture {', '.join(named) or '(none)'}, "
-        f"but supported are {supported}: pick such a model, or add a family"
+        f"but supported are {supported}: pick such a model, or add a family (a file in "
+        "minivllm/models/families, as in exercise 7.5 of the book)"
     )

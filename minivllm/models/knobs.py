@@ -1,0 +1,73 @@
+"""Say in words what a spec asks for, a line for each knob.
+
+Called by the command line.
+
+Source: appendix A23, "Reading families".
+"""
+
+from minivllm.models.spec import ModelSpec, MoeSpec, RopeSpec
+
+ACTS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu, the form with tanh"}
+
+
+def biases_of(spec: ModelSpec) -> str:
+    """Name the products that a bias is added to."""
+    named = ["q, k, v"] * spec.qkv_bias + ["o"] * spec.o_bias + ["MLP"] * spec.mlp_bias
+    return ", ".join(named) or "none"
+
+
+def rope_of(rope: RopeSpec) -> str:
+    """Say a base and a scaling."""
+    text = f"theta {rope.theta:,.0f}"
+    if rope.scaling is None:
+        return text
+    kind = type(rope.scaling).__name__.removesuffix("Scaling").lower()
+    if kind == "ropefactors":
+        return f"{text}, a divisor for each frequency"
+    return f"{text}, {kind} scaling by {rope.scaling.factor:g}"
+
+
+def windows_of(spec: ModelSpec) -> str:
+    """Say how many layers see how far."""
+    sizes = [window for window in spec.windows if window is not None]
+    if not sizes:
+        return "none: all layers see all tokens"
+    return f"{sizes[0]} tokens in {len(sizes)} of {spec.num_layers} layers"
+
+
+def experts_of(moe: MoeSpec | None, num_layers: int) -> str:
+    """Say how many experts there are, and how many a token goes to."""
+    if moe is None:
+        return "none"
+    shares = "made to sum to one" if moe.norm_topk_prob else "as they are"
+    return (
+        f"{moe.top_k} of {moe.num_experts}, {moe.intermediate_size} wide, in "
+        f"{len(moe.layers)} of {num_layers} layers; shares {shares}"
+    )
+
+
+def knobs_of(spec: ModelSpec) -> dict[str, str]:
+    """Return what each knob is set to, in words."""
+    embedding = "its own output matrix"
+    if spec.tie_word_embeddings:
+        embedding = "used for the output, too"
+    if spec.embedding_scale != 1:
+        embedding += f"; its rows times {spec.embedding_scale:.5g}"
+    ropes = [rope_of(rope) for rope in spec.ropes]
+    return {
+        "layers": f"{spec.num_layers}, {spec.hidden_size} wide",
+        "vocabulary": f"{spec.vocab_size:,} tokens",
+        "context": f"{spec.max_position_embeddings:,} tokens",
+        "attention": f"{spec.num_heads} heads of {spec.head_dim}, "
+        f"{spec.num_kv_heads} of keys and values",
+        "scale": f"1 / sqrt({spec.query_pre_attn_scalar or spec.head_dim:g})",
+        "biases": biases_of(spec),
+        "q and k norms": "one for each head" if spec.qk_norm else "none",
+        "norms": f"{4 if spec.post_norms else 2} in a layer, times "
+        f"{'1 + w' if spec.norm_plus_one else 'w'}, epsilon {spec.rms_norm_eps:g}",
+        "rope": "; with a window ".join(ropes),
+        "windows": windows_of(spec),
+        "MLP": f"{ACTS[spec.hidden_act]}, {spec.intermediate_size} wide",
+        "experts": experts_of(spec.moe, spec.num_layers),
+        "embedding": embedding,
+    }
