@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from nbformat.v4 import new_code_cell
 from bookkit import check
 from build import build, read_source
 from exercises import Exercise, find_exercises, solution_of, stub_of
+from minivllm.ops import registry
 from names import binds, changes, plain, reads, reads_later
 from project import HERE, BookError, Project
 from statements import IMPORTS, bound_names
@@ -71,6 +73,18 @@ def attempt(answer: str, check_cell: str, namespace: dict[str, Any]) -> Any:
         return error
 
 
+@contextlib.contextmanager
+def own_ops() -> Iterator[None]:
+    """Forget afterwards which ops the cells of a chapter have defined anew."""
+    registry.load_backends()  # a module adds its backends only once
+    known = {op: list(backends) for op, backends in registry.OPS.items()}
+    try:
+        yield
+    finally:
+        registry.OPS.clear()
+        registry.OPS.update(known)
+
+
 @cache
 def attempts(source: Path) -> dict[str, dict[str, Any]]:
     """Run a chapter once, as far as its exercises need it, and try every answer.
@@ -84,20 +98,21 @@ def attempts(source: Path) -> dict[str, dict[str, Any]]:
     chosen = needed(cells, exercises)
     namespace: dict[str, Any] = {"__name__": "__main__", "display": lambda *_: None}
     found: dict[str, dict[str, Any]] = {}
-    for index, cell in enumerate(cells):
-        if index in chosen:
-            run(cell.source, namespace)
-        elif index in by_check:
-            exercise = by_check[index]
-            solution = cells[exercise.solution].source
-            wrong = [cells[i].source for i in exercise.wrong]
-            answers = {"stub": stub_of(solution)}
-            answers |= {f"wrong {i}": text for i, text in enumerate(wrong, start=1)}
-            answers["solution"] = solution_of(solution)  # last, for later exercises
-            found[exercise.number] = {
-                kind: attempt(text, cell.source, namespace)
-                for kind, text in answers.items()
-            }
+    with own_ops():
+        for index, cell in enumerate(cells):
+            if index in chosen:
+                run(cell.source, namespace)
+            elif index in by_check:
+                exercise = by_check[index]
+                solution = cells[exercise.solution].source
+                wrong = [cells[i].source for i in exercise.wrong]
+                answers = {"stub": stub_of(solution)}
+                answers |= {f"wrong {i}": text for i, text in enumerate(wrong, start=1)}
+                answers["solution"] = solution_of(solution)  # last, for later exercises
+                found[exercise.number] = {
+                    kind: attempt(text, cell.source, namespace)
+                    for kind, text in answers.items()
+                }
     return found
 
 

@@ -16,8 +16,8 @@ EQUIVALENT = {
         "gated_mlp.cu gated_mlp: if (lane == 1)",
         "paged_attention.cu paged_attention_v4: if (threadIdx.x == 1) {",
         "grouped_linear.cu find_tile: if (threadIdx.x == 1) tile = {0, 0, 0};",
-        "grouped_linear.cu grouped_linear_v2: if (lane == 1) "
-        "out[int64_t(tile.row + row) * out_size + column] = from_float<T>(sum);",
+        "grouped_linear.cu grouped_linear_v2: if (lane == 1) out[place] = "
+        "from_float<T>(sum);",
         "moe_permute.cu moe_permute_v2: "
         "if (threadIdx.x == 1) offsets[num_experts] = num_choices;",
         "moe_permute.cu add_up_parts: "
