@@ -289,3 +289,9 @@ EQUIVALENT |= {
     why: [f"prefill_attention.cu {change}" for change in changes]
     for why, changes in PREFILL.items()
 }
+EQUIVALENT |= {
+    "there is room for more sums than there are": [
+        "grouped_linear.cu grouped_linear_v4: fragment<accumulator, SIDE, SIDE, SIDE, "
+        "float> sums[HEIGHT * SIDE];",
+    ],
+}
