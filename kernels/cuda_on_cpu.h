@@ -782,7 +782,7 @@ EMU void run_block() {
 // ---- A launch: all blocks, and what can go wrong outside of our sight ----
 
 static sigjmp_buf way_out;
-static volatile sig_atomic_t is_running;
+static volatile sig_atomic_t is_running, is_interrupted;
 static pthread_t runner;
 static int fault_signal;
 static uintptr_t fault_address;
@@ -791,6 +791,7 @@ static void* fault_code;
 // The system's complaint about an address, a division by zero, the end of the time, or
 // somebody who does not want to wait for it.
 EMU_UNSEEN static void on_signal(int signal_number, siginfo_t* info, void* context) {
+  if (signal_number == SIGINT) is_interrupted = 1;  // even if nothing runs any more
   if (!is_running || !pthread_equal(pthread_self(), runner)) {
     if (signal_number == SIGVTALRM || signal_number == SIGINT) {
       if (is_running) pthread_kill(runner, signal_number);  // any thread may get it
@@ -879,6 +880,7 @@ EMU bool is_valid(const Launch& launch) {
 }
 
 EMU_UNSEEN static int run_grid(Launch* launch, void (*kernel)(void*), void* arguments) {
+  is_interrupted = 0;
   gpu.launch = launch;
   gpu.kernel = kernel;
   gpu.arguments = arguments;
@@ -913,7 +915,6 @@ EMU_UNSEEN static int run_grid(Launch* launch, void (*kernel)(void*), void* argu
   itimerval limit = {}, old_limit = {};  // of processor time, so a busy machine is fine
   limit.it_value.tv_sec = launch->timeout_us / 1000000;
   limit.it_value.tv_usec = launch->timeout_us % 1000000;
-  volatile bool was_interrupted = false;
 
   if (sigsetjmp(way_out, 1) == 0) {
     is_running = 1;
@@ -922,14 +923,12 @@ EMU_UNSEEN static int run_grid(Launch* launch, void (*kernel)(void*), void* argu
     is_running = 0;
   } else {
     is_running = 0;
-    was_interrupted = fault_signal == SIGINT;
     report_signal();
   }
   setitimer(ITIMER_VIRTUAL, &old_limit, nullptr);
   for (int i = 0; i < 5; i++) sigaction(SIGNALS[i], &old_actions[i], nullptr);
   sigaltstack(&old_stack, nullptr);
   gpu.current = nullptr;
-  if (was_interrupted) raise(SIGINT);  // of which Python makes KeyboardInterrupt
   return gpu.failed;
 }
 
@@ -982,6 +981,7 @@ EMU_COLD int print(const char* format, ...) {
 
 EMU_EXPORT const char* emu_error() { return emu::gpu.error; }
 EMU_EXPORT const char* emu_output() { return emu::gpu.output; }
+EMU_EXPORT int emu_interrupted() { return emu::is_interrupted; }
 EMU_EXPORT const char* emu_outside() { return emu::declared_outside; }
 EMU_EXPORT int emu_num_variables() { return emu::num_variables; }
 EMU_EXPORT const char* emu_variable(int number) { return emu::variables[number].name; }

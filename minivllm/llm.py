@@ -10,7 +10,8 @@ step for all, unless another caller is making it.
 
 In vLLM: vllm/entrypoints/llm.py (LLM).
 Source: appendix A7, "LLM"; appendix A14, "One prompt, many answers"; appendix A21,
-    "CUDA graphs"; appendix A25, "Experts in the engine"; appendix A27, "Thinking".
+    "CUDA graphs"; appendix A25, "Experts in the engine"; appendix A27, "Thinking";
+    appendix A28, "Delta nets in torch".
 """
 
 import difflib
@@ -34,6 +35,7 @@ from minivllm.runners.build import (
     build_runner,
     check_integer,
     choose_backend,
+    describe_layout,
 )
 from minivllm.sampling.defaults import read_sampling_defaults
 from minivllm.sampling.params import DEFAULT_MAX_TOKENS, SamplingParams
@@ -237,11 +239,14 @@ class LLM:
                 "generate() to let it continue a text"
             )
         variables = self.tokenizer.check_template_kwargs(chat_template_kwargs)
-        is_one = bool(messages) and isinstance(messages[0], dict)
-        conversations = [messages] if is_one else list(messages)
-        prompts = [
-            self.tokenizer.encode_chat(list(c), **variables) for c in conversations
-        ]
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(
+                f"messages is {messages!r:.80}, but must be a list of messages such as "
+                '{"role": "user", "content": "Hello"}, or a list of such lists'
+            )
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else messages
+        prompts = [self.tokenizer.encode_chat(c, **variables) for c in conversations]
         return self._run(
             self._make_requests(prompts, sampling_params, priority, cache_salt, None),
             [None] * len(prompts),
@@ -306,10 +311,12 @@ class LLM:
     def __repr__(self) -> str:
         runner = self.engine.runner
         num_tokens = runner.num_blocks * runner.block_size
+        more = describe_layout(runner)
         return (
             f"LLM({self.model!r}): {type(runner).__name__}, KV cache for "
             f"{num_tokens:,} tokens ({runner.num_blocks:,} blocks of "
-            f"{runner.block_size}), max_model_len {runner.max_model_len:,}"
+            f"{runner.block_size}){'; ' + more if more else ''}, max_model_len "
+            f"{runner.max_model_len:,}"
         )
 
     def _make_requests(

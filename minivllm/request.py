@@ -12,7 +12,7 @@ up.
 In vLLM: vllm/v1/request.py (Request), vllm/v1/core/sched/output.py (SchedulerOutput),
 vllm/v1/outputs.py (ModelRunnerOutput).
 Source: appendix A5, "Records"; appendix A11, "Sampling parameters"; appendix A14, "One
-    prompt, many answers".
+    prompt, many answers"; chapter 8, "Hybrid attention".
 """
 
 import enum
@@ -174,6 +174,12 @@ class SchedulerOutput:
         followers: For each request id that completes its prompt, the requests that
             start from it: each gets its first token from the same scores.
         block_copies: Pairs of a block and the one it is copied to, before all else.
+        window_block_ids: As block_ids, for the layers with a window if their blocks
+            are apart; -1 where a block was given back.
+        window_block_copies: As block_copies, of these blocks.
+        state_slots: For each request id, the slot of its recurrent state.
+        state_loads: Pairs of a slot and the one it is copied to, before the step.
+        state_saves: The same, after the step.
     """
 
     requests: list[Request]
@@ -185,6 +191,12 @@ class SchedulerOutput:
 
     followers: dict[str, list[Request]] = field(default_factory=dict)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    window_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    window_block_copies: list[tuple[int, int]] = field(default_factory=list)
+    state_slots: dict[str, int] = field(default_factory=dict)
+    state_loads: list[tuple[int, int]] = field(default_factory=list)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from minivllm.engine.block_manager import BlockManager
+from minivllm.engine.block_manager import NO_BLOCK, BlockManager
+from minivllm.engine.cache_manager import CacheManager
 from minivllm.engine.engine import LLMEngine
 from minivllm.engine.scheduler import Scheduler
+from minivllm.engine.state_pool import StatePool
 from minivllm.outputs import RequestOutput
 from minivllm.request import ModelOutput, Request, RequestStatus, SchedulerOutput
 from minivllm.runners.fake_runner import FakeRunner
@@ -14,8 +16,12 @@ from minivllm.sampling.params import SamplingParams
 
 def assert_books_balance(manager: BlockManager) -> None:
     """Check what must hold between any two calls of the block manager."""
-    held = Counter(block for ids in manager.block_ids.values() for block in ids)
-    for ids in manager.block_ids.values():
+    tables = {
+        request_id: [block for block in ids if block != NO_BLOCK]
+        for request_id, ids in manager.block_ids.items()
+    }
+    held = Counter(block for ids in tables.values() for block in ids)
+    for ids in tables.values():
         assert len(ids) == len(set(ids)), f"a request holds a block twice: {ids}"
     for block_id, ref_cnt in enumerate(manager.ref_cnt):
         assert ref_cnt == held[block_id]
@@ -39,6 +45,39 @@ def assert_books_balance(manager: BlockManager) -> None:
             assert len(key.token_ids) == manager.block_size
             assert key.parent == parent, "a key belongs to another text"
             parent = key
+    if manager.window is None:
+        assert tables == manager.block_ids, "a block is gone that is still read"
+    if isinstance(manager, CacheManager):
+        assert_hybrid_books_balance(manager)
+
+
+def assert_hybrid_books_balance(manager: CacheManager) -> None:
+    """Check that the three books of a hybrid model agree."""
+    if windows := manager.windows:
+        assert_books_balance(windows)
+        assert windows.block_ids.keys() == manager.block_ids.keys()
+        for request_id, ids in windows.block_ids.items():
+            assert len(ids) == len(manager.block_ids[request_id])
+            is_hole = [block == NO_BLOCK for block in ids]
+            assert is_hole == sorted(is_hole, reverse=True), "a hole in the window"
+        num_held = windows.num_blocks - windows.num_free_blocks
+        assert num_held <= manager.num_blocks - manager.num_free_blocks
+    if states := manager.states:
+        assert_states_balance(states)
+        assert states.slots.keys() >= manager.block_ids.keys()
+        extra = states.slots.keys() - manager.block_ids.keys()
+        assert extra <= set(states.forked), "a slot without a request"
+
+
+def assert_states_balance(states: StatePool) -> None:
+    """Check what must hold between any two calls of the pool of states."""
+    used = [*states.slots.values(), *states.free_slots]
+    assert sorted(used) == list(range(states.num_slots))
+    kept = [*states.kept.values(), *states.free_kept]
+    assert sorted(kept) == [states.num_slots + i for i in range(states.num_kept)]
+    assert states.promised <= states.kept.keys()
+    targets = [target for _, target in states.saves]
+    assert len(targets) == len(set(targets)), "two states in one slot"
 
 
 def assert_queues_are_right(scheduler: Scheduler) -> None:
@@ -47,6 +86,8 @@ def assert_queues_are_right(scheduler: Scheduler) -> None:
     assert_books_balance(manager)
     assert not manager.promised, "a promise outlived its step"
     assert not manager.copies, "a copy outlived its step"
+    if isinstance(manager, CacheManager) and (states := manager.states):
+        assert not (states.promised or states.loads or states.saves or states.forked)
     queued = [*scheduler.waiting, *scheduler.running]
     assert len(queued) == len({request.request_id for request in queued})
     assert len(scheduler.running) <= scheduler.max_num_seqs

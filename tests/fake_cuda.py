@@ -100,7 +100,10 @@ def fake_cuda(tmp_path, monkeypatch) -> FakeCuda:
 
 
 class IndexWithoutCuda(TorchFunctionMode):
-    """Lets a torch without CUDA index fake CUDA tensors; its own way wants a device."""
+    """Lets a torch without CUDA index and copy fake CUDA tensors.
+
+    Its own way wants a device.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__getitem__:
@@ -111,6 +114,8 @@ class IndexWithoutCuda(TorchFunctionMode):
             assert (place.device, place.dtype) == (value.device, value.dtype)
             assert value.expand(place.shape).shape == place.shape
             return None
+        if func is torch.Tensor.contiguous:
+            return args[0].clone(memory_format=torch.contiguous_format)
         return func(*args, **(kwargs or {}))
 
     def view(self, x, index):
@@ -120,7 +125,7 @@ class IndexWithoutCuda(TorchFunctionMode):
             if item is None:
                 x = x.unsqueeze(axis)
             elif item is Ellipsis:
-                axis += x.ndim - len(index) + 1
+                axis += x.ndim - sum(i is not None for i in index) + 1
                 continue
             elif isinstance(item, int):
                 x = x.select(axis, item)

@@ -6,6 +6,7 @@ import pytest
 
 from minivllm.errors import ConfigError
 from minivllm.models.spec import ModelSpec, RopeSpec
+from minivllm.runners.base import CacheLayout
 from minivllm.runners.build import (
     DEFAULT_CPU_BYTES,
     CacheConfig,
@@ -76,7 +77,8 @@ def test_the_formula_gives_the_size_of_the_real_cache(folder, backend, block_siz
 def test_the_cache_has_as_many_blocks_as_its_memory_holds(
     options, free_bytes, expected
 ):
-    assert count_blocks(CacheConfig(**options), SPEC, 4, free_bytes) == expected
+    num_blocks, layout = count_blocks(CacheConfig(**options), SPEC, 4, free_bytes)
+    assert (num_blocks, layout) == (expected, CacheLayout())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from minivllm import parity
 from minivllm.cli import check
@@ -47,9 +48,14 @@ def test_a_tiny_checkpoint_of_each_family_is_as_it_should_be(capsys, folders, fa
     for name in ("numpy", "torch"):
         line = next(line for line in out.splitlines() if f"  {name} against" in line)
         found = re.search(r"difference (\S+) of", line)
-        assert float(found[1]) < 1e-5 and line.endswith("as they should be")
-    left_out = "left out on purpose: multi_modal_projector" in out
-    assert left_out == (family == "gemma3_with_images")
+        limit = 1e-4 if "qwen3_5" in family else 1e-5
+        assert float(found[1]) < limit and line.endswith("as they should be")
+    left_out = re.search(r"left out on purpose: \S*(multi_modal_proj|visual)", out)
+    assert bool(left_out) == family.endswith("with_images")
+    assert ("a convolution over 4 tokens" in out) == ("qwen3_5" in family)
+    assert ("8 of the 32 numbers of a head" in out) == ("qwen3_5" in family)
+    gate = "none" if "qwen3_5" not in family else "one for each number of a head"
+    assert re.search(rf"^  gate +{gate}$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("family", ARCHES)
@@ -119,6 +125,55 @@ def test_without_a_tokenizer_random_tokens_are_compared(capsys, tmp_path, folder
     assert "torch against transformers, 20 tokens" in out and "numpy" not in out
 
 
+def test_sizes_that_fast_kernels_refuse_are_compared(capsys, tmp_path):
+    folder = make_tiny(tmp_path / "x", "qwen3_moe", moe_intermediate_size=7)
+    assert main(["check", str(folder)]) == 0
+    assert capsys.readouterr().out.count("as they should be") == 2
+
+
+def test_weights_that_are_no_numbers_are_called_damaged(capsys, tmp_path, folders):
+    folder = edit(folders["llama"], tmp_path / "x")
+    tensors = read_safetensors(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0] = np.inf
+    write_safetensors(folder / "model.safetensors", tensors, "F32")
+    assert main(["check", str(folder)]) == FAILED
+    out, err = capsys.readouterr()
+    assert "the weights are damaged" in out and "NOT" not in out
+    assert err == ""
+
+
+def test_a_model_of_zeros_is_as_it_should_be(capsys, tmp_path, folders):
+    folder = edit(folders["llama"], tmp_path / "x")
+    tensors = read_safetensors(folder / "model.safetensors")
+    zeros = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+    write_safetensors(folder / "model.safetensors", zeros, "F32")
+    assert main(["check", str(folder)]) == 0
+    assert capsys.readouterr().out.count("difference 0.0e+00") == 2
+
+
+def test_a_damaged_tokenizer_is_seen_without_a_comparison(capsys, tmp_path, folders):
+    folder = edit(folders["qwen3"], tmp_path / "x")
+    assert main(["check", str(folder), "--compare", "never"]) == 0
+    assert "  259 tokens, a chat template" in capsys.readouterr().out
+    (folder / "tokenizer.json").write_text("{")
+    assert main(["check", str(folder), "--compare", "never"]) == FAILED
+    assert "tokenizer.json is no valid tokenizer" in capsys.readouterr().err
+    (folder / "tokenizer.json").unlink()
+    assert main(["check", str(folder), "--compare", "never"]) == 0
+    assert "there is no tokenizer.json" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_model_is_told_what_would_be(capsys, folders):
+    assert main(["check", str(folders["qwen3"] / "model.safetensors")]) == FAILED
+    assert "give the folder that it is in" in capsys.readouterr().err
+
+
+def test_no_more_tokens_are_advised_than_are_allowed(capsys, tmp_path, folders):
+    folder = edit(folders["gemma3"], tmp_path / "x", sliding_window=1000)
+    assert main(["check", str(folder), "--backend", "numpy"]) == 0
+    assert "reach beyond the window of 1000\n" in capsys.readouterr().out
+
+
 def test_a_text_within_the_window_says_how_to_go_beyond(capsys, folders):
     assert main(["check", str(folders["gemma3"]), "--tokens", "8"]) == 0
     out = capsys.readouterr().out
@@ -143,6 +198,51 @@ def test_a_model_of_ours_alone_is_not_compared(capsys, tmp_path, folders):
     assert main(["check", str(folder)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"not compared: transformers \S+ finds no .*k_norm\.weight", out)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tie_word_embeddings": None},
+        {"rms_norm_eps": None},
+        {"norm_topk_prob": None},
+        {"num_experts_per_tok": "3"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_setting_that_transformers_refuses_is_no_traceback(
+    capsys, monkeypatch, tmp_path, folders, change
+):
+    folder = edit(folders["qwen3_moe"], tmp_path / "x")
+    wrong = edit(folders["qwen3_moe"], tmp_path / "y")
+    config = json.loads((wrong / "config.json").read_text()) | change
+    (wrong / "config.json").write_text(json.dumps(config))
+    theirs = parity.their_logits
+    monkeypatch.setattr(check, "their_logits", lambda _, ids, __: theirs(wrong, ids))
+    assert main(["check", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"not compared: transformers \S+ cannot read it \(.*Field", out)
+    # Who asks for a comparison in any case gets one, or an error.
+    assert main(["check", str(folder), "--compare", "always"]) == FAILED
+    assert "cannot read it" in capsys.readouterr().err
+
+
+def test_what_transformers_cannot_compute_is_no_traceback(capsys, monkeypatch, folders):
+    def fail(*_, **__):
+        raise RuntimeError("strides should be multiples\nof 16 bytes")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", fail)
+    assert main(["check", str(folders["llama"])]) == 0
+    assert "cannot compute it (strides should be multiples of 16" in (
+        capsys.readouterr().out
+    )
+    assert main(["check", str(folders["llama"]), "--compare", "always"]) == FAILED
+
+
+def test_help_says_what_the_exit_code_means(capsys):
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    assert re.search(r"exit code:\n  0 .*\n  1 ", capsys.readouterr().out, re.DOTALL)
 
 
 def test_without_transformers_there_is_no_reference(capsys, monkeypatch, folders):

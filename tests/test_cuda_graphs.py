@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,6 +27,7 @@ from minivllm.ops import cuda
 from minivllm.ops.registry import known_ops
 from minivllm.runners import build, cuda_graphs, torch_runner
 from minivllm.runners.attention_metadata import make_batch
+from minivllm.runners.base import CacheLayout
 from minivllm.runners.build import CacheConfig
 from minivllm.runners.build import torch_runner as torch_runner_of
 from minivllm.runners.cuda_graphs import DecodeGraphs, GraphRecorder, bucket_sizes
@@ -33,6 +35,7 @@ from minivllm.runners.kv_cache import kv_bytes_per_token
 from minivllm.runners.torch_runner import TorchRunner
 from minivllm.sampling.params import SamplingParams
 from tests.engine_tools import assert_queues_are_right, run_all
+from tests.fake_cuda import IndexWithoutCuda
 from tests.parity.tiny import torch_decoder
 from tests.tape import DirectRecorder, Tape, TapeRecorder
 from tests.test_torch_runner import (
@@ -48,7 +51,7 @@ from tests.test_torch_runner import (
     prompt,
     run,
 )
-from tests.tiny_decoders import GEMMA
+from tests.tiny_decoders import GEMMA, HYBRID
 from tests.tiny_folder import write_parrot
 
 MAX_ROWS = 11  # sizes 1, 2, 4, 8, 11
@@ -104,6 +107,12 @@ def decode_step(lengths, block_ids):
         requests=requests,
         num_scheduled_tokens=dict.fromkeys(names, 1),
         block_ids=dict(zip(names, block_ids, strict=True)),
+        block_copies=[],
+        window_block_ids={},
+        window_block_copies=[],
+        state_slots={name: slot for slot, name in enumerate(names)},
+        state_loads=[],
+        state_saves=[],
         sampled=lambda: list(enumerate(requests)),
     )
 
@@ -128,6 +137,41 @@ def test_inputs_are_laid_out_as_by_hand():
     views = graphs.views(4)
     assert views.block_table.tolist() == table
     assert [view.tolist() for view in views[:3]] == rows
+    assert all(view.is_contiguous() for view in views[:4])
+    assert views[4:] == (None, None, None)
+
+
+def test_windows_apart_and_states_have_their_own_numbers():
+    graphs = DecodeGraphs(
+        lambda inputs: inputs.input_ids,
+        lambda function: function,
+        max_rows=4,
+        max_num_blocks=3,
+        pad_block=9,
+        block_size=4,
+        device=torch.device("cpu"),
+        pad_window_block=6,
+        pad_state=12,
+    )
+    step = decode_step([6, 1, 9], [[5, 2], [0], [7, 3, 1]])
+    names = [request.request_id for request in step.requests]
+    step.window_block_ids = dict(zip(names, [[1, 2], [3], [-1, 5, 4]], strict=True))
+    inputs = graphs.inputs(make_batch(step, 4), np.array([8, 0, 3]))
+    last = [request.token_ids[-1] for request in step.requests]
+    rows = [[*last, 0], [5, 0, 8, 0], [2 * 4 + 1, 0, 1 * 4, 9 * 4]]
+    window_rows = [2 * 4 + 1, 3 * 4, 4 * 4, 6 * 4]
+    states = [8, 0, 3, 12]
+    table = [[5, 2, 5], [0, 0, 0], [7, 3, 1], [9, 9, 9]]
+    # The block that was given back: another one of the request, to be masked.
+    window_table = [[1, 2, 1], [3, 3, 3], [5, 5, 4], [6, 6, 6]]
+    numbers = [*rows, window_rows, states, *table, *window_table]
+    assert inputs.tolist() == list(chain(*numbers))
+    assert graphs.replay(torch.from_numpy(inputs), 3).tolist() == last
+    views = graphs.views(4)
+    assert views.block_table.tolist() == table
+    assert views.window_block_table.tolist() == window_table
+    assert views.window_slot_mapping.tolist() == window_rows
+    assert views.state_slots.tolist() == states
     assert all(view.is_contiguous() for view in views)
 
 
@@ -389,6 +433,7 @@ def test_padding_in_a_block_of_a_request_would_be_noticed(recorder, monkeypatch)
 def test_a_tape_does_not_run_python_again(only_torch):
     recorder = TapeRecorder()
     runner = with_graphs(recorder)
+    runner.kv_cache.zero_()  # the step reads tokens that nobody has computed
     runner._decode = runner.decoder.forward = None  # nobody calls these again
     runner.ops.reshape_and_cache = None
     step = decode_step([5, 6, 3], [[0, 1], [2, 3], [4]])
@@ -430,7 +475,7 @@ def fake_gpu(monkeypatch):
         return torch.ops.aten.copy_.default(tensor, *arguments)
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    with FakeTensorMode(), torch.inference_mode():
+    with FakeTensorMode(), IndexWithoutCuda(), torch.inference_mode():
         yield torch.device("cuda", 0)
 
 
@@ -440,15 +485,34 @@ def kernels(monkeypatch):
     monkeypatch.setattr(cuda, "why_no_launch", lambda: None)
 
 
-@pytest.mark.parametrize("spec", [SPEC, GEMMA], ids=["llama", "gemma"])
-@pytest.mark.parametrize("backend", ["torch", "cuda"])
-def test_on_a_gpu_a_recorded_step_asks_for_no_value(backend, spec, request):
+SPECS = {
+    "llama": (SPEC, None),
+    "gemma": (GEMMA, None),
+    "windows apart": (GEMMA, CacheLayout(window=6, num_window_blocks=17)),
+    "states": (HYBRID, CacheLayout(num_states=MAX_ROWS, num_kept_states=1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("torch", "llama"),
+        ("torch", "gemma"),
+        *(("cuda", name) for name in SPECS),
+    ],
+)
+def test_on_a_gpu_a_recorded_step_asks_for_no_value(backend, name, request):
+    spec, layout = SPECS[name]
     if backend == "cuda":
         request.getfixturevalue("kernels")
     request.getfixturevalue("fake_gpu")
     recorder, outside = TapeRecorder(), Tape()
     runner = TorchRunner(
-        fake_decoder(spec), num_blocks=17, block_size=BLOCK_SIZE, max_model_len=64
+        fake_decoder(spec),
+        num_blocks=17,
+        block_size=BLOCK_SIZE,
+        max_model_len=64,
+        layout=layout,
     )
     assert runner.choices["paged_attention"].backend.name == backend
     runner.capture_graphs(MAX_ROWS, recorder)
@@ -459,10 +523,11 @@ def test_on_a_gpu_a_recorded_step_asks_for_no_value(backend, spec, request):
         assert tape.devices() == {"cuda"}
     attention = {"cuda": "minivllm.paged_attention", "torch": "scaled_dot_product"}
     found = [name for name in recorder.tapes[0].names if attention[backend] in name]
-    assert len(found) == spec.num_layers
+    assert len(found) == len(spec.full_layers) + len(spec.window_layers)
     for num_rows in range(1, MAX_ROWS + 1):
         step = decode_step([6] * num_rows, [[0, 1]] * num_rows)  # begins no block
-        step.block_copies = []
+        if layout and layout.num_window_blocks:
+            step.window_block_ids = step.block_ids
         with outside:
             launched = runner.launch(step)
         assert launched.results.shape == (4, num_rows)

@@ -2151,6 +2151,15 @@ def test_a_fault_in_another_thread_of_python_is_not_taken_for_ours():
     assert done.returncode == -signal.SIGSEGV
 
 
+@pytest.fixture
+def listening():
+    """Let Ctrl-C interrupt: a program in the background is started without."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.usefixtures("listening")
 def test_a_launch_can_be_interrupted():
     out, start = ints(64), time.perf_counter()
     for _ in range(2):
@@ -2160,6 +2169,32 @@ def test_a_launch_can_be_interrupted():
     assert time.perf_counter() - start < 20  # the limit is 60
     module(BARRIERS)["returns_are_fine"](1, 64, out)
     assert out[40] == 1
+
+
+@pytest.mark.usefixtures("listening")
+def test_no_interrupt_is_lost_between_the_launches():
+    kernel, out = module(BARRIERS)["returns_are_fine"], ints(64)
+    for n in range(100):
+        sender = threading.Timer(n * 2e-5, os.kill, (os.getpid(), signal.SIGINT))
+        start = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            sender.start()
+            while time.perf_counter() - start < 2:
+                kernel(1, 64, out)
+            raise AssertionError(f"interrupt {n} never came")
+        sender.join()
+
+
+def test_a_program_that_listens_hears_of_an_interrupt_before_the_error():
+    heard = []
+    old = signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KernelError, match=r"interrupted at kernel\.cu"):
+            module(BARRIERS)["forever"](1, 1, ints(1))
+        assert heard == [1]
+    finally:
+        signal.signal(signal.SIGINT, old)
 
 
 def test_signals_and_timers_of_the_program_are_left_as_they_were():

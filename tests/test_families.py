@@ -142,6 +142,28 @@ def test_gemma_does_not_read_hidden_act():
     assert spec_of(GEMMA3, hidden_act="silu").hidden_act == "gelu_tanh"
 
 
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, MOE, GEMMA3])
+@pytest.mark.parametrize("layers", [4.0, 2.5, "4", 10**9])
+def test_a_number_of_layers_that_cannot_be_is_refused_before_it_is_used(config, layers):
+    on = {"use_sliding_window": True, "max_window_layers": 0}
+    with pytest.raises(ConfigError, match=r"num_(hidden_)?layers is"):
+        spec_of(config, num_hidden_layers=layers, **on)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (MOE, {"num_experts": 10**9}, "num_experts is 1000000000 .* 10,000"),
+        (MOE, {"num_experts": 4.0}, "num_experts is 4.0"),
+        (MOE, {"decoder_sparse_step": 1.5}, "decoder_sparse_step is 1.5"),
+        (GEMMA3, {"sliding_window_pattern": 2.5}, "sliding_window_pattern is 2.5"),
+    ],
+)
+def test_counts_are_whole_and_not_without_end(config, change, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_of(config, **change)
+
+
 # Heads, biases and norms.
 
 
@@ -282,6 +304,16 @@ def test_what_programs_read_differently_is_refused(change, message):
 # Windows.
 
 
+def test_a_ramp_that_transformers_cuts_otherwise_is_refused_for_gemma():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
+    assert spec_of(QWEN3, rope_scaling=yarn).rope.scaling.truncate is False
+    for kind in ("full_attention", "sliding_attention"):
+        with pytest.raises(ConfigError, match="truncate is false"):
+            spec_of(GEMMA3, rope_parameters={kind: yarn})
+    with pytest.raises(ConfigError, match="truncate is false"):
+        spec_of(GEMMA3, rope_scaling=yarn)
+
+
 @pytest.mark.parametrize("config", [QWEN2, QWEN3, MOE])
 def test_a_window_that_is_switched_off_is_none(config):
     named = {"sliding_window": 8, "max_window_layers": 2}
@@ -310,6 +342,28 @@ def test_all_layers_of_a_qwen3_moe_have_a_window_or_none_has():
     assert spec_of(MOE, layer_types=full).windows == ()
     with pytest.raises(ConfigError, match="not all sliding_attention"):
         spec_of(MOE, **on, layer_types=full)
+
+
+def test_a_llama_with_windows_is_refused_since_programs_differ():
+    full, slides = ["full_attention"] * 6, ["sliding_attention"] * 6
+    assert spec_of(LLAMA, layer_types=full, sliding_window=8) == spec_of(LLAMA)
+    with pytest.raises(ConfigError, match="a LlamaForCausalLM has no windows"):
+        spec_of(LLAMA, layer_types=slides, sliding_window=8)
+    with pytest.raises(ConfigError, match="type 'chunked_attention'"):
+        spec_of(LLAMA, layer_types=["chunked_attention"] * 6)
+
+
+def test_a_scale_of_a_llamas_logits_is_refused_since_programs_differ():
+    for neutral in (None, 1, 1.0):
+        assert spec_of(LLAMA, logit_scale=neutral) == spec_of(LLAMA)
+    with pytest.raises(ConfigError, match=r"logit_scale is 0\.5"):
+        spec_of(LLAMA, logit_scale=0.5)
+
+
+def test_a_window_that_is_switched_off_and_asked_for_names_the_switch():
+    types = ["sliding_attention"] * 6
+    with pytest.raises(ConfigError, match="or use_sliding_window is not true"):
+        spec_of(QWEN3, layer_types=types, sliding_window=8, use_sliding_window=False)
 
 
 def test_each_sixth_layer_of_gemma_sees_everything():

@@ -181,6 +181,10 @@ def test_tokens_that_end_a_turn_are_found_by_their_text(tmp_path, family, ids):
         ("qwen2", {"rope.scaling.factor": None}, "'yarn', factor 0"),
         ("qwen2", {"rope.scaling.yarn_attn_factor": 0.5}, "yarn_attn_factor = 0.5"),
         ("llama", {"rope.dimension_count": 8}, "turns 8 of the 32"),
+        ("llama", {"attention.causal": False}, "attention.causal = False"),
+        ("qwen3", {"attention.clamp_kqv": 8.0}, "attention.clamp_kqv = 8.0"),
+        ("gemma3", {"attention.max_alibi_bias": 8.0}, "max_alibi_bias = 8.0"),
+        ("qwen3_moe", {"expert_group_count": 2}, "expert_group_count = 2"),
     ],
 )
 def test_what_no_decoder_computes_is_refused(tmp_path, family, changed, message):
@@ -188,6 +192,15 @@ def test_what_no_decoder_computes_is_refused(tmp_path, family, changed, message)
     with pytest.raises(ConfigError, match=message):
         convert_gguf(tmp_path / "x.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ARCHES)
+@pytest.mark.parametrize("factor", ["4", -2.0, float("inf")])
+def test_a_scaling_by_no_number_names_the_file(tmp_path, family, factor):
+    changed = {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+    write_family(tmp_path / "x.gguf", family, changed=changed)
+    with pytest.raises(CorruptFile, match=r"x\.gguf cannot be converted: it scales"):
+        model_config(read_gguf(tmp_path / "x.gguf"))
 
 
 def test_two_scalings_at_once_are_refused(tmp_path):

@@ -278,7 +278,15 @@ def test_a_model_without_a_template_refuses_to_chat(tmp_path):
             llm.chat([{"role": "user", "content": "x"}])
 
 
-@pytest.mark.parametrize("messages", ["hello", ["hello"], [["hello"]]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        *("hello", ["hello"], [["hello"]], [5], [None], 5, None, [[]]),
+        {"role": "user", "content": "x"},
+        [[{"role": "user", "content": "x"}], 5],
+    ],
+    ids=repr,
+)
 def test_a_chat_that_is_no_list_of_messages_is_refused(llm, messages):
     with pytest.raises(RequestError):
         llm.chat(messages)

@@ -369,6 +369,9 @@ def test_the_template_says_the_same_as_in_transformers(tmp_path, chat):
         ({3: 4}, "has 3, which"),
         ([("enable_thinking", False)], "but must be a dictionary such as"),
         ("enable_thinking", "chat_template_kwargs is 'enable_thinking', but must"),
+        ({"tools": 5}, "tools in chat_template_kwargs is 5, but must be a list"),
+        ({"tools": "get_time"}, "is 'get_time', but must be a list of dictionaries"),
+        ({"tools": ["get_time"]}, "but must be a list of dictionaries"),
     ],
 )
 def test_a_variable_that_the_template_does_not_read_is_refused(

@@ -123,7 +123,7 @@ def test_both_spellings_of_the_dtype_are_read():
         ({"rope_theta": 1e-300}, "rope_theta is 1e-300"),
         ({"rope_scaling": {"rope_type": ["llama3"]}}, "is not supported"),
         ({"hidden_size": 10**400}, "hidden_size is 1000"),
-        ({"num_hidden_layers": 10_001}, "num_layers is 10001"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers is 10001"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4"),

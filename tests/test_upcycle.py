@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from minivllm.errors import ConfigError, CorruptFile, ModelNotFound, WeightMismatch
-from minivllm.loading.loader import load_model
+from minivllm.loading.loader import load_model, load_spec
+from minivllm.models.families import family_of
 from minivllm.models.merged import MergedDecoder
 from minivllm.models.moe import upcycle
 from tests.tiny_folder import CONFIG, make_tensors, write_checkpoint
@@ -182,6 +183,46 @@ def test_a_split_that_would_differ_is_refused(dense, tmp_path, numbers, message)
         upcycle(dense, *numbers, tmp_path / "moe", split=True)
 
 
+def test_what_a_llama_leaves_out_stays_what_it_was(tmp_path):
+    silent = {"max_position_embeddings": None, "num_key_value_heads": None}
+    stray = {"use_sliding_window": True, "sliding_window": 2}  # no Llama reads these
+    config = {**CONFIG, "num_attention_heads": 6, "head_dim": 4, **silent, **stray}
+    needed = family_of(config).read_spec(config).weight_shapes()
+    random = np.random.default_rng(0)
+    tensors = {
+        n if n.startswith("lm_head") else f"model.{n}": random.standard_normal(
+            shape, dtype=np.float32
+        )
+        for n, shape in needed.items()
+    }
+    dense = write_checkpoint(tmp_path / "dense", tensors, config)
+    before, after = load_spec(dense), load_spec(upcycle(dense, 2, 1, tmp_path / "moe"))
+    for knob in ("max_position_embeddings", "num_kv_heads", "head_dim", "windows"):
+        assert getattr(after, knob) == getattr(before, knob)
+    decoders = [
+        load_model(tmp_path / name, backend="numpy") for name in ("dense", "moe")
+    ]
+    first, second = (decoder.next_token_logits(TOKENS) for decoder in decoders)
+    assert np.abs(first - second).max() < 1e-5 * np.abs(first).max()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_attention_heads": None},
+        {"hidden_size": "x"},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_what_could_not_be_read_again_is_not_written(tmp_path, config):
+    dense = write_checkpoint(tmp_path / "dense", make_tensors(), CONFIG | config)
+    with pytest.raises(ConfigError, match=next(iter(config)).split("_")[0]):
+        upcycle(dense, 2, 1, tmp_path / "moe")
+    assert not (tmp_path / "moe").exists()
+
+
 def test_a_folder_in_use_is_refused(dense):
     with pytest.raises(ConfigError, match="something is already"):
         upcycle(dense, 2, 1, dense)
@@ -193,6 +234,7 @@ def test_broken_checkpoints_are_refused_by_name(dense, tmp_path):
     write_checkpoint(dense, tensors)
     with pytest.raises(WeightMismatch, match=r"layers\.1\.mlp\.up_proj"):
         upcycle(dense, 2, 1, tmp_path / "moe")
+    assert not (tmp_path / "moe").exists()
     (dense / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(CorruptFile, match=r"model\.safetensors"):
         upcycle(dense, 2, 1, tmp_path / "other")

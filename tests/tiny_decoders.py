@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from minivllm.models.decoder import Decoder
-from minivllm.models.spec import ModelSpec, RopeSpec
+from minivllm.models.spec import DeltaNetSpec, ModelSpec, RopeSpec
 from minivllm.reference.decoder import NumpyDecoder
 
 SPEC = ModelSpec(
@@ -36,6 +36,26 @@ GEMMA = replace(
     query_pre_attn_scalar=24.0,
     windows=(5, None, 6),
     local_rope=RopeSpec(theta=100.0),
+)
+# Three delta nets around a layer that attends: Qwen3.5, small.
+HYBRID = replace(
+    SPEC,
+    num_layers=4,
+    hidden_size=32,
+    intermediate_size=64,
+    head_dim=16,
+    qk_norm=True,
+    norm_plus_one=True,
+    rotary_dim=4,
+    attention_gate=True,
+    delta_net=DeltaNetSpec(
+        layers=(0, 1, 3),
+        num_key_heads=2,
+        num_value_heads=4,
+        key_head_dim=6,
+        value_head_dim=10,
+        conv_kernel_size=4,
+    ),
 )
 
 

@@ -11,7 +11,8 @@ Called by the command line.
 
 In vLLM: vllm/profiler/layerwise_profile.py (layerwise_profile), vllm/v1/utils.py
 (record_function_or_nullcontext).
-Source: appendix A22, "Profiling"; appendix A25, "Experts in the engine".
+Source: appendix A22, "Profiling"; appendix A25, "Experts in the engine"; appendix A28,
+    "Delta nets in torch".
 """
 
 import itertools
@@ -180,6 +181,11 @@ GROUP_OF = {
     "topk_softmax": "small operations",
     "moe_permute": "small operations",
     "moe_combine": "small operations",
+    "in_proj": "linear",
+    "out_proj": "linear",
+    "causal_conv1d": "delta nets",
+    "recurrent_delta_rule": "delta nets",
+    "chunked_delta_rule": "delta nets",
 }
 STEP = "engine, between"  # the whole step, less what is in it
 # What a layer, a part of it or the decoder holds -> the part of the step.
@@ -203,6 +209,8 @@ ATTRIBUTES = {
     "topk_softmax": "topk_softmax",
     "moe_permute": "moe_permute",
     "moe_combine": "moe_combine",
+    "in_proj": "in_proj",
+    "out_proj": "out_proj",
 }
 # A weight of the checkpoint -> the product that it is in.
 USES = {
@@ -212,6 +220,11 @@ USES = {
     "down_proj": "down",
     "gate": "router",
     "shared_expert_gate": "shared expert's gate",
+    "in_proj_qkv": "in_proj",
+    "in_proj_z": "in_proj",
+    "in_proj_b": "in_proj",
+    "in_proj_a": "in_proj",
+    "out_proj": "out_proj",
 }
 
 
@@ -251,7 +264,10 @@ def torch_places(runner: Any, timers: Timers) -> Iterator[Place]:
     yield from _named(torch_runner, "attention set-up", "PagedContext")
     yield Place(runner.ops, "attention", partial(timed_attention, timers))
     yield Place(torch_runner.FreshPieces, "attend", "prefill_attention")
-    for op in ("reshape_and_cache", "argmax", "draw"):
+    ops = ["reshape_and_cache", "argmax", "draw"]
+    if runner.states is not None:
+        ops += ["causal_conv1d", "recurrent_delta_rule", "chunked_delta_rule"]
+    for op in ops:
         yield Place(runner.ops, op, op)
     yield Place(runner, "_sample", "sampler")
     yield from _named(torch_runner, "results", "to_model_output")
@@ -259,7 +275,7 @@ def torch_places(runner: Any, timers: Timers) -> Iterator[Place]:
     yield Place(decoder, "forward", "decoder, between")
     yield Place(decoder, "compute_logits", "scores to float32")
     for layer in decoder.layers:
-        for holder in (layer, layer.self_attn, layer.mlp):
+        for holder in (layer, layer.mixer, layer.mlp):
             yield from _held_by(holder)
     yield from _held_by(decoder)
 
@@ -272,6 +288,9 @@ def numpy_places(runner: Any, timers: Timers) -> Iterator[Place]:
     yield from _named(numpy_runner, "batch", "make_batch")
     for op in ("reshape_and_cache", "paged_attention"):
         yield Place(numpy_runner, op, op)
+    if runner.states is not None:
+        yield Place(runner.states, "convolve", "causal_conv1d")
+        yield Place(runner.states, "mix", "recurrent_delta_rule")
     yield from _named(numpy_runner, "results", "to_model_output")
     yield Place(runner, "_sample", "sampler")
     decoder = runner.decoder
@@ -601,7 +620,8 @@ def floors_of(runner: Any, work: Work, limits: Limits) -> dict[str, float]:
         num_rows = work.num_sampled if use == "head" else work.num_tokens
         floors[use] = seconds(count * num_bytes, 2 * count * num_rows)
     read = work.num_keys * kv_bytes_per_token(spec, num_bytes)
-    multiplied = 4 * spec.num_layers * spec.num_heads * spec.head_dim * work.num_pairs
+    num_attending = len(spec.full_layers) + len(spec.window_layers)
+    multiplied = 4 * num_attending * spec.num_heads * spec.head_dim * work.num_pairs
     for part in ("paged_attention", "prefill_attention"):
         floors[part] = seconds(read, multiplied)
     return floors

@@ -21,7 +21,12 @@ from minivllm.cli.options import integer
 from minivllm.errors import BackendUnavailable, ConfigError
 from minivllm.json_files import read_json
 from minivllm.loading.checkpoint import account_for, stored_tensors
-from minivllm.loading.gguf import convert_gguf, gguf_tensors, model_config
+from minivllm.loading.gguf import (
+    convert_gguf,
+    gguf_tensors,
+    model_config,
+    text_files,
+)
 from minivllm.loading.gguf_file import read_gguf
 from minivllm.loading.hub import resolve_model
 from minivllm.models.families import family_of
@@ -35,6 +40,7 @@ from minivllm.parity import (
     their_logits,
     why_no_transformers,
 )
+from minivllm.sampling.defaults import read_sampling_defaults
 from minivllm.text.tokenizer import Tokenizer
 
 EXAMPLES = """\
@@ -45,6 +51,11 @@ examples:
 
 Everything is computed in float32 on the CPU. A GGUF file is unpacked into a temporary
 folder for it, four bytes a weight.
+
+exit code:
+  0  The checkpoint can be run, and its logits are as they should be; or they were not
+     compared, and a line says why. With --compare always, they were.
+  1  It cannot be run, or its logits differ, or --compare always could not compare.
 """
 TEXT = "A model reads a text as tokens, and says for each of them what may follow. "
 
@@ -74,17 +85,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--compare",
         choices=("auto", "always", "never"),
         default="auto",
-        help="whether to compare logits (default: if transformers is installed and the "
-        "memory suffices)",
+        help="whether to compare logits (default: auto, if transformers is installed "
+        "and can read the model, and the memory suffices)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found, and return the exit code."""
     path = Path(os.path.expanduser(arguments.model))
-    if not path.exists():
+    if not path.is_dir() and not (path.is_file() and path.suffix.lower() == ".gguf"):
         path = resolve_model(arguments.model, progress=True)
     spec = report(path)
+    report_text(path, spec)
     num_tokens = arguments.tokens or enough_tokens(spec)
     if num_tokens > spec.max_position_embeddings:
         raise ConfigError(
@@ -98,7 +110,13 @@ def run(arguments: argparse.Namespace) -> int:
     backends = [arguments.backend]
     if arguments.backend == "both":
         backends = ["numpy", "torch"]
-    return compare(path, spec, backends, num_tokens)
+    try:
+        return compare(path, spec, backends, num_tokens)
+    except BackendUnavailable as error:
+        if arguments.compare == "always":
+            raise
+        print(f"  not compared: {error}")
+        return 0
 
 
 def report(path: Path) -> ModelSpec:
@@ -140,6 +158,31 @@ def report(path: Path) -> ModelSpec:
         names = ", ".join(sorted(shortened(account.ignored)))
         print(f"  {len(account.ignored):,} left out on purpose: {names}")
     return spec
+
+
+def report_text(path: Path, spec: ModelSpec) -> None:
+    """Print what there is to turn text into tokens.
+
+    Raises:
+        MinivllmError: A file is damaged, or the tokenizer is another model's.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = path
+        if path.is_file():
+            folder = Path(scratch)
+            for name, text in text_files(read_gguf(path)).items():
+                (folder / name).write_text(text, encoding="utf-8")
+        print("\ntext")
+        if not (folder / "tokenizer.json").is_file():
+            print(
+                "  there is no tokenizer.json, without which no text can be generated"
+            )
+            return
+        tokenizer = Tokenizer.from_dir(folder)
+        tokenizer.check_embedding_rows(spec.vocab_size)
+        read_sampling_defaults(folder)
+        kind = "a" if tokenizer.chat_template else "no"
+        print(f"  {tokenizer.vocab_size:,} tokens, {kind} chat template")
 
 
 def shortened(names: Iterable[str]) -> set[str]:
@@ -191,12 +234,15 @@ def text_of(folder: Path, spec: ModelSpec, num_tokens: int) -> list[int]:
     text, tokenizer = TEXT, Tokenizer.from_dir(folder)
     while len(token_ids) < num_tokens:
         token_ids, text = tokenizer.encode(text), 2 * text
-    tokenizer.check_embedding_rows(spec.vocab_size)
     return token_ids[:num_tokens]
 
 
 def compare(path: Path, spec: ModelSpec, backends: list[str], num_tokens: int) -> int:
-    """Print how far our logits are from those of transformers; return the exit code."""
+    """Print how far our logits are from those of transformers; return the exit code.
+
+    Raises:
+        BackendUnavailable: Those of transformers, or ours, cannot be computed.
+    """
     print("\nlogits", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = path
@@ -205,11 +251,13 @@ def compare(path: Path, spec: ModelSpec, backends: list[str], num_tokens: int) -
             convert_gguf(path, folder, dtype="F32")
         token_ids = text_of(folder, spec, num_tokens)
         ours = {name: our_logits(folder, name, token_ids) for name in backends}
-        try:
-            theirs = their_logits(folder, token_ids, path if path.is_file() else None)
-        except BackendUnavailable as error:
-            print(f"  not compared: {error}")
-            return 0
+        theirs = their_logits(folder, token_ids, path if path.is_file() else None)
+    if not any(np.isfinite(logits).all() for logits in (theirs, *ours.values())):
+        print(
+            "  NaN or infinity, with transformers as with us: the weights are damaged, "
+            "or too large for float32; fetch them again"
+        )
+        return FAILED
     exit_code = 0
     for name, logits in ours.items():
         found = difference(logits, theirs)
@@ -222,8 +270,10 @@ def compare(path: Path, spec: ModelSpec, backends: list[str], num_tokens: int) -
         exit_code = exit_code if found.fits else FAILED
     windows = [window for window in spec.windows if window is not None]
     if windows and num_tokens <= min(windows):
+        enough = min(min(windows) + 8, spec.max_position_embeddings)
+        way_out = f": try --tokens {enough}" if enough > min(windows) else ""
         print(
-            f"  {num_tokens} tokens do not reach beyond the window of {min(windows)}: "
-            f"try --tokens {min(windows) + 8}"
+            f"  {num_tokens} tokens do not reach beyond the window of "
+            f"{min(windows)}{way_out}"
         )
     return exit_code

@@ -13,11 +13,13 @@ forgotten when it is handed out again, the least recently used one first.
 Called by the scheduler; the runners see the ids as rows of `block_table`.
 
 In vLLM: vllm/v1/core/kv_cache_manager.py, vllm/v1/core/block_pool.py.
-Source: chapter 3, "Paging"; appendix A14, "One prompt, many answers".
+Source: chapter 3, "Paging"; appendix A14, "One prompt, many answers"; chapter 8,
+    "Hybrid attention".
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from minivllm.errors import ConfigError
 
@@ -62,7 +64,14 @@ class BlockKey:
 
 
 class BlockManager:
-    """Hands out the blocks of the KV cache and takes them back."""
+    """Hands out the blocks of the KV cache and takes them back.
+
+    Attributes:
+        window: How many tokens a query sees, its own the last; None for all. With a
+            window, blocks that no later token sees are given back by `release`.
+    """
+
+    window: int | None = None
 
     def __init__(
         self,
@@ -135,6 +144,35 @@ class BlockManager:
         tokens = tuple(token_ids[start : start + self.block_size])
         return BlockKey(parent, tokens, salt, self.hash_function)
 
+    def longest_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Return behind how many blocks of a text all is cached that is still read."""
+        num_blocks = len(keys)
+        while num_blocks:
+            first = self.first_block(num_blocks * self.block_size)
+            missing = (
+                i for i in range(first, num_blocks) if keys[i] not in self.cached_blocks
+            )
+            hole = next(missing, None)
+            if hole is None:
+                break
+            num_blocks = hole  # whoever begins behind it reads it, too
+        return num_blocks
+
+    def has_room(
+        self, request_id: str, num_tokens: int, cached_prefix: Sequence[BlockKey] = ()
+    ) -> bool:
+        """Tell whether `allocate_slots` with the same arguments would succeed."""
+        held = self.block_ids.get(request_id, [])
+        num_new = self.num_blocks_for(num_tokens) - len(held) - len(cached_prefix)
+        num_new += bool(held) and self._must_copy(held[-1])
+        num_revived = sum(self.ref_cnt[b] == 0 for b in self._hits(cached_prefix))
+        return max(0, num_new) + num_revived <= len(self.free_blocks)
+
+    def _hits(self, cached_prefix: Sequence[BlockKey]) -> list[int]:
+        """Return the cached blocks of a beginning that are still read."""
+        first = self.first_block(len(cached_prefix) * self.block_size)
+        return [self.cached_blocks[key] for key in cached_prefix[first:]]
+
     def allocate_slots(
         self, request_id: str, num_tokens: int, cached_prefix: Sequence[BlockKey] = ()
     ) -> bool:
@@ -151,15 +189,14 @@ class BlockManager:
         """
         held = self.block_ids.get(request_id, [])
         assert not (held and cached_prefix), f"{request_id} holds {len(held)} blocks"
-        hits = [self.cached_blocks[key] for key in cached_prefix]
-        num_new = self.num_blocks_for(num_tokens) - len(held) - len(hits)
         must_copy = bool(held) and self._must_copy(held[-1])
+        num_new = self.num_blocks_for(num_tokens) - len(held) - len(cached_prefix)
         num_new += must_copy
         if held and num_new <= 0:
             return True  # the last block has room: what happens most often
-        num_revived = sum(self.ref_cnt[block_id] == 0 for block_id in hits)
-        if max(0, num_new) + num_revived > len(self.free_blocks):
+        if not self.has_room(request_id, num_tokens, cached_prefix):
             return False
+        hits = self._hits(cached_prefix)
         for block_id in hits:  # before new blocks are taken, which could evict a hit
             self.free_blocks.pop(block_id, None)
             self.ref_cnt[block_id] += 1
@@ -168,7 +205,8 @@ class BlockManager:
             *held, shared = held
             self.ref_cnt[shared] -= 1
             self.copies[request_id] = shared, new_blocks[0]
-        self.block_ids[request_id] = [*held, *hits, *new_blocks]
+        unread = [NO_BLOCK] * (len(cached_prefix) - len(hits))
+        self.block_ids[request_id] = [*held, *unread, *hits, *new_blocks]
         self.keys.setdefault(request_id, []).extend(cached_prefix)
         return True
 
@@ -210,11 +248,7 @@ class BlockManager:
         for index in range(len(keys), num_tokens // self.block_size):
             parent = keys[-1] if keys else None
             key = self._make_key(parent, token_ids, index * self.block_size, salt)
-            block_id = self.block_ids[request_id][index]
-            if self.cached_blocks.setdefault(key, block_id) == block_id:
-                self.key_of[block_id] = key
-                self.promised.add(block_id)
-            keys.append(self.key_of[self.cached_blocks[key]])
+            keys.append(self._offer(request_id, index, key))
 
     def commit(self) -> None:
         """Take note that the step was computed: what it promised to cache is there."""
@@ -227,17 +261,27 @@ class BlockManager:
             self._forget(block_id)
         self.copies.clear()
 
+    def cache_blocks_as(self, request_id: str, keys: Sequence[BlockKey]) -> None:
+        """Offer the blocks of a request under keys that another manager has made."""
+        own = self.keys[request_id]
+        for index in range(len(own), len(keys)):
+            own.append(self._offer(request_id, index, keys[index]))
+
+    def _offer(self, request_id: str, index: int, key: BlockKey) -> BlockKey:
+        """Cache a block of a request, unless another holds the same; return its key."""
+        block_id = self.block_ids[request_id][index]
+        if self.cached_blocks.setdefault(key, block_id) == block_id:
+            self.key_of[block_id] = key
+            self.promised.add(block_id)
+        return self.key_of[self.cached_blocks[key]]
+
     def free(self, request_id: str) -> None:
         """Give back every block of a request; harmless if it holds none."""
         # Last block first: the beginning of a text, which others may share, is
         # handed out last.
         for block_id in reversed(self.block_ids.pop(request_id, [])):
-            self.ref_cnt[block_id] -= 1
-            if self.ref_cnt[block_id] == 0:
-                self.free_blocks[block_id] = None
-                self.half_full.discard(block_id)
-                if block_id in self.promised:
-                    self._forget(block_id)
+            if block_id != NO_BLOCK:
+                self._drop(block_id)
         self.keys.pop(request_id, None)
         self.copies.pop(request_id, None)
 
@@ -268,7 +312,8 @@ class BlockManager:
         block_ids = self.block_ids[request_id]
         assert len(block_ids) == self.num_blocks_for(num_tokens)
         for block_id in block_ids:
-            self.ref_cnt[block_id] += 1
+            if block_id != NO_BLOCK:
+                self.ref_cnt[block_id] += 1
         self.block_ids[fork_id] = list(block_ids)
         self.keys[fork_id] = list(self.keys[request_id])
         if num_tokens % self.block_size:
@@ -282,3 +327,50 @@ class BlockManager:
             return True
         self.half_full.remove(block_id)  # the others have their copies, or are gone
         return False
+
+    def first_block(self, num_tokens: int) -> int:
+        """Return the first block that a text's tokens behind so many read."""
+        if self.window is None:
+            return 0
+        return max(0, num_tokens + 1 - self.window) // self.block_size
+
+    def release(self, request_id: str, num_tokens: int) -> None:
+        """Give back the blocks that no token behind the first `num_tokens` reads."""
+        block_ids = self.block_ids[request_id]
+        index = self.first_block(num_tokens) - 1
+        while index >= 0 and block_ids[index] != NO_BLOCK:
+            self._drop(block_ids[index])
+            block_ids[index] = NO_BLOCK
+            index -= 1
+
+    def _drop(self, block_id: int) -> None:
+        """Take note that one request fewer reads a block."""
+        self.ref_cnt[block_id] -= 1
+        if self.ref_cnt[block_id] == 0:
+            self.free_blocks[block_id] = None
+            self.half_full.discard(block_id)
+            if block_id in self.promised:
+                self._forget(block_id)
+
+    def prepare_fork(self, request_id: str, fork_id: str) -> None:
+        """Get ready in a step for a `fork` after it: blocks need nothing."""
+
+    def chunk_end(
+        self, token_ids: Sequence[int], start: int, end: int, salt: str | None = None
+    ) -> int:
+        """Return where a chunk that could be tokens `start` to `end` is to stop.
+
+        Args:
+            token_ids: Of the request.
+            start: Its first token that is not computed yet.
+            end: Behind the last that this step has room for.
+            salt: Only requests with the same salt share blocks.
+        """
+        return end
+
+    def extra_plan(self, request_ids: Sequence[str]) -> dict[str, Any]:
+        """Return what a step needs to know beside block ids, as `SchedulerOutput`."""
+        return {}
+
+
+NO_BLOCK = -1  # in the place of a block that was given back

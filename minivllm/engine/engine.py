@@ -8,7 +8,7 @@ with a reason, whatever goes wrong. Not safe to call from several threads: `LLM`
 
 In vLLM: vllm/v1/engine/llm_engine.py (LLMEngine), vllm/v1/engine/core.py (EngineCore).
 Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers";
-    appendix A27, "Thinking".
+    appendix A27, "Thinking"; chapter 8, "Hybrid attention".
 """
 
 import itertools
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minivllm.engine.block_manager import BlockManager
+from minivllm.engine.cache_manager import CacheManager
 from minivllm.engine.scheduler import Policy, Scheduler
 from minivllm.engine.trace import begin_record, finish_record
 from minivllm.errors import ConfigError, RequestError
@@ -32,7 +33,7 @@ from minivllm.request import (
     TokenLogprobs,
     check_token_ids,
 )
-from minivllm.runners.base import Runner
+from minivllm.runners.base import CacheLayout, Runner
 from minivllm.sampling.params import (
     DEFAULT_MAX_TOKENS,
     GUIDES,
@@ -127,7 +128,8 @@ class LLMEngine:
             runner: What computes; it brings the size of the cache.
             tokenizer: Turns text into tokens and back; without it, prompts are token
                 ids and answers have no text.
-            max_num_seqs: Requests in a step at most.
+            max_num_seqs: Requests in a step at most; fewer, if the runner has fewer
+                slots for states.
             max_num_batched_tokens: Tokens in a step at most.
             enable_prefix_caching: Whether requests share blocks with equal content.
             policy: Who comes first, see `POLICIES`.
@@ -141,15 +143,14 @@ class LLMEngine:
         self.runner = runner
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
-            BlockManager(
-                runner.num_blocks,
-                runner.block_size,
-                enable_prefix_caching=enable_prefix_caching,
-            ),
+            make_block_manager(runner, enable_prefix_caching),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,
         )
+        if num_states := runner.layout.num_states:
+            scheduler = self.scheduler
+            scheduler.max_num_seqs = min(scheduler.max_num_seqs, num_states)
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         self.num_steps = 0
         self._states: dict[str, RequestState] = {}
@@ -714,4 +715,14 @@ def metrics_of(requests: Sequence[Request]) -> RequestMetrics:
         finished_time=None if None in finished_times else max(finished_times),
         num_output_tokens=sum(request.num_output_tokens for request in requests),
         num_preemptions=sum(request.num_preemptions for request in requests),
+    )
+
+
+def make_block_manager(runner: Runner, enable_prefix_caching: bool) -> BlockManager:
+    """Open the books that a runner's caches need."""
+    sizes = (runner.num_blocks, runner.block_size)
+    if runner.layout == CacheLayout():
+        return BlockManager(*sizes, enable_prefix_caching=enable_prefix_caching)
+    return CacheManager(
+        *sizes, runner.layout, enable_prefix_caching=enable_prefix_caching
     )

@@ -9,7 +9,8 @@ or in `running`; a finished one is in neither and holds no block. Followers wait
 their leader has computed the prompt. Called by the engine.
 
 In vLLM: vllm/v1/core/sched/scheduler.py (Scheduler).
-Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers".
+Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers";
+    chapter 8, "Hybrid attention".
 """
 
 import difflib
@@ -203,19 +204,25 @@ class Scheduler:
                 self._admit_waiting(plan, now)
             if plan.requests:
                 break
+        manager = self.block_manager
+        request_ids = [request.request_id for request in plan.requests]
         return SchedulerOutput(
             requests=plan.requests,
             num_scheduled_tokens=plan.num_scheduled_tokens,
-            block_ids={
-                request.request_id: self.block_manager.block_ids[request.request_id]
-                for request in plan.requests
-            },
+            block_ids={r: manager.block_ids[r] for r in request_ids},
             preempted=plan.preempted,
             failed=plan.failed,
             num_prefix_hits=plan.num_prefix_hits,
             followers=plan.followers,
-            block_copies=list(self.block_manager.copies.values()),
+            block_copies=list(manager.copies.values()),
+            **manager.extra_plan(request_ids),
         )
+
+    def _chunk(self, plan: StepPlan, request: Request, start: int) -> int:
+        """Return how many tokens of a request, from `start` on, the step computes."""
+        end = min(request.num_tokens, start + plan.budget)
+        tokens, salt = request.token_ids, request.cache_salt
+        return self.block_manager.chunk_end(tokens, start, end, salt) - start
 
     def _continue_running(self, plan: StepPlan, kind: str | None) -> None:
         """Schedule the running requests that the step is for."""
@@ -225,7 +232,9 @@ class Scheduler:
                 continue
             if plan.budget == 0:
                 break
-            num_new = min(num_left, plan.budget)
+            num_new = 1
+            if num_left > 1:
+                num_new = self._chunk(plan, request, request.num_computed_tokens)
             # The last running request makes room, which may be this one itself, now
             # or for the sake of an earlier one.
             while request.status is RequestStatus.RUNNING:
@@ -259,7 +268,7 @@ class Scheduler:
                     request.token_ids, request.cache_salt
                 )
             num_hits = len(prefix) * self.block_manager.block_size
-            num_new = min(request.num_tokens - num_hits, plan.budget)
+            num_new = self._chunk(plan, request, num_hits)
             if not self._allocate(request, num_new, prefix):
                 if self.running:
                     return  # nobody overtakes it, so its turn comes
@@ -301,6 +310,7 @@ class Scheduler:
         for request in output.requests:
             request_id = request.request_id
             request.num_computed_tokens += output.num_scheduled_tokens[request_id]
+            self.block_manager.release(request_id, request.num_computed_tokens)
             for follower in output.followers.get(request_id, ()):
                 self._start_follower(follower, request)  # before the leader may end
                 self._take_tokens(follower, model_output)
@@ -391,6 +401,10 @@ class Scheduler:
             if chosen := followers[: max(0, self._num_places(plan))]:
                 plan.followers[request.request_id] = chosen
                 plan.num_followers += len(chosen)
+                for follower in chosen:
+                    self.block_manager.prepare_fork(
+                        request.request_id, follower.request_id
+                    )
 
     def _start_follower(self, follower: Request, leader: Request) -> None:
         """Let a request run that has its leader's prompt, and the blocks of it."""

@@ -293,6 +293,6 @@ def account_for(
         raise ConfigError(
             f"the weights are stored as {', '.join(sorted(foreign))}, but "
             f"{', '.join(DTYPES)} are supported: choose a version of the model that "
-            "is not quantised"
+            "is not quantised, or convert it to one of these"
         )
     return TensorAccount(places=matched, ignored=ignored, repeated=repeated)

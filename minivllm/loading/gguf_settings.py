@@ -75,6 +75,11 @@ def rope_scaling(file: GgufFile, name: str, head_dim: int) -> dict[str, Any] | N
 
     kind = said("scaling.type", "linear")
     factor = said("scaling.factor", 0) or said("scale_linear", 0)
+    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise CorruptFile(
+            f"{file.path} cannot be converted: it scales RoPE by {factor!r:.40}, but "
+            "the factor must be a number of at least 0; download the file again"
+        )
     needs_factor = kind == "yarn" and not factor
     if kind not in ("none", "linear", "yarn") or needs_factor:
         raise ConfigError(
@@ -110,10 +115,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (0,),
     "final_logit_softcapping": (0,),
     "attention.scale": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
     "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
     "expert_weights_scale": (0, 1),
     "expert_gating_func": (0, 1),  # 1 is the softmax
     "rope.scaling.attn_factor": (1,),

@@ -7,7 +7,7 @@ in one strip, or scattered over blocks: chapters 2 and 3 change the context only
 In vLLM: vllm/model_executor/layers/attention/attention.py (Attention), whose metadata
 travels in a global (vllm/forward_context.py); here it is an argument.
 Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; appendix A24,
-    "Windows".
+    "Windows"; chapter 8, "Hybrid attention".
 """
 
 from typing import Protocol, TypeVar
@@ -31,6 +31,39 @@ class AttentionContext(Protocol[Array]):
 
         Returns:
             The mixed values, [num_tokens, num_heads, head_dim].
+        """
+        ...
+
+    def convolve(self, layer: int, x: Array, weight: Array) -> Array:
+        """Let each channel of each new token see itself and a few tokens before.
+
+        Args:
+            layer: Index of the calling layer.
+            x: [num_tokens, conv_size].
+            weight: The factor of each token in sight, its own the last,
+                [conv_size, conv_kernel_size].
+
+        Returns:
+            silu of the weighted sums, like x.
+        """
+        ...
+
+    def mix(
+        self, layer: int, q: Array, k: Array, v: Array, log_decay: Array, beta: Array
+    ) -> Array:
+        """Run the gated delta rule, token after token, and keep the states.
+
+        Args:
+            layer: Index of the calling layer.
+            q: [num_tokens, num_key_heads, key_head_dim], of any length: the rule
+                brings queries and keys to the length of one.
+            k: Like q.
+            v: [num_tokens, num_value_heads, value_head_dim].
+            log_decay: At most 0, [num_tokens, num_value_heads], float32.
+            beta: From 0 to 1, like log_decay.
+
+        Returns:
+            What the queries read, like v.
         """
         ...
 

@@ -4,7 +4,7 @@
 
 In vLLM: vllm/model_executor/models/llama.py and its siblings.
 Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; chapter 7, "One
-    decoder, many families".
+    decoder, many families"; appendix A28, "Delta nets in torch".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -162,8 +162,8 @@ class Decoder(nn.Module):
 
 
 def rope_rows(spec: ModelSpec) -> Tensor:
-    """Return the frequencies of each rope, float32, [num_ropes, head_dim // 2]."""
-    rows = [inverse_frequencies(spec.head_dim, rope) for rope in spec.ropes]
+    """Return the frequencies of each rope, float32, [num_ropes, rope_dim // 2]."""
+    rows = [inverse_frequencies(spec.rope_dim, rope) for rope in spec.ropes]
     return torch.from_numpy(np.stack(rows))
 
 

@@ -2,10 +2,10 @@
 
 Called by the command line.
 
-Source: appendix A23, "Reading families".
+Source: appendix A23, "Reading families"; appendix A28, "Delta nets in torch".
 """
 
-from minivllm.models.spec import ModelSpec, MoeSpec, RopeSpec
+from minivllm.models.spec import DeltaNetSpec, ModelSpec, MoeSpec, RopeSpec
 
 ACTS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu, the form with tanh"}
 
@@ -31,8 +31,10 @@ def windows_of(spec: ModelSpec) -> str:
     """Say how many layers see how far."""
     sizes = [window for window in spec.windows if window is not None]
     if not sizes:
-        return "none: all layers see all tokens"
-    return f"{sizes[0]} tokens in {len(sizes)} of {spec.num_layers} layers"
+        who = "layers that attend" if spec.delta_net else "layers"
+        return f"none: all {who} see all tokens"
+    tokens = "1 token" if sizes[0] == 1 else f"{sizes[0]} tokens"
+    return f"{tokens} in {len(sizes)} of {spec.num_layers} layers"
 
 
 def experts_of(moe: MoeSpec | None, num_layers: int) -> str:
@@ -46,6 +48,17 @@ def experts_of(moe: MoeSpec | None, num_layers: int) -> str:
     )
 
 
+def delta_nets_of(net: DeltaNetSpec | None, num_layers: int) -> str:
+    """Say how many layers keep a state, and how large it is."""
+    if net is None:
+        return "none"
+    return (
+        f"{len(net.layers)} of {num_layers} layers; {net.num_value_heads} states of "
+        f"{net.key_head_dim} x {net.value_head_dim}, {net.num_key_heads} heads of "
+        f"keys; a convolution over {net.conv_kernel_size} tokens"
+    )
+
+
 def knobs_of(spec: ModelSpec) -> dict[str, str]:
     """Return what each knob is set to, in words."""
     embedding = "its own output matrix"
@@ -53,19 +66,23 @@ def knobs_of(spec: ModelSpec) -> dict[str, str]:
         embedding = "used for the output, too"
     if spec.embedding_scale != 1:
         embedding += f"; its rows times {spec.embedding_scale:.5g}"
-    ropes = [rope_of(rope) for rope in spec.ropes]
+    rope = "; with a window ".join(rope_of(rope) for rope in spec.ropes)
+    if spec.rope_dim != spec.head_dim:
+        rope += f"; {spec.rope_dim} of the {spec.head_dim} numbers of a head"
     return {
         "layers": f"{spec.num_layers}, {spec.hidden_size} wide",
         "vocabulary": f"{spec.vocab_size:,} tokens",
         "context": f"{spec.max_position_embeddings:,} tokens",
         "attention": f"{spec.num_heads} heads of {spec.head_dim}, "
         f"{spec.num_kv_heads} of keys and values",
+        "gate": "one for each number of a head" if spec.attention_gate else "none",
+        "delta nets": delta_nets_of(spec.delta_net, spec.num_layers),
         "scale": f"1 / sqrt({spec.query_pre_attn_scalar or spec.head_dim:g})",
         "biases": biases_of(spec),
         "q and k norms": "one for each head" if spec.qk_norm else "none",
         "norms": f"{4 if spec.post_norms else 2} in a layer, times "
         f"{'1 + w' if spec.norm_plus_one else 'w'}, epsilon {spec.rms_norm_eps:g}",
-        "rope": "; with a window ".join(ropes),
+        "rope": rope,
         "windows": windows_of(spec),
         "MLP": f"{ACTS[spec.hidden_act]}, {spec.intermediate_size} wide",
         "experts": experts_of(spec.moe, spec.num_layers),

@@ -5,17 +5,26 @@ Sennrich 2019) and the rotation compute in float32 and return the dtype they wer
 
 In vLLM: vllm/model_executor/layers/.
 Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; chapter 7, "One
-    decoder, many families"; appendix A24, "Windows".
+    decoder, many families"; appendix A24, "Windows"; appendix A28, "Delta nets in
+    torch".
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.models.context import AttentionContext, check_room, first_key_of
+from minivllm.models.gated_delta_net import (
+    GatedDeltaNet,
+    RecurrentPass,
+    RecurrentStates,
+    TextRows,
+)
 from minivllm.models.spec import ModelSpec, MoeSpec
 from minivllm.ops.moe import topk_softmax
 
@@ -40,28 +49,34 @@ class RMSNorm(nn.Module):
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pair (i, i + head_dim / 2) of each head by its angle.
+    """Rotate pair (i, i + rope_dim / 2) of each head by its angle; leave the rest.
 
     Args:
         x: [num_tokens, num_heads, head_dim].
-        cos: float32, [num_tokens, 1, head_dim // 2].
+        cos: float32, [num_tokens, 1, rope_dim // 2].
         sin: Like cos.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return rotated.to(x.dtype)
+    rope_dim = 2 * cos.shape[-1]
+    turned, rest = x.float().split([rope_dim, x.shape[-1] - rope_dim], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([*turned, rest], dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
     """Let the tokens exchange information, through the context."""
 
+    has_gate = False
+
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.layer = layer
         self.head_dim = spec.head_dim
+        self.has_gate = spec.attention_gate
         q_size = spec.num_heads * spec.head_dim
         kv_size = spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(spec.hidden_size, q_size, bias=spec.qkv_bias)
+        q_rows = 2 * q_size if spec.attention_gate else q_size
+        self.q_proj = nn.Linear(spec.hidden_size, q_rows, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(q_size, spec.hidden_size, bias=spec.o_bias)
@@ -73,12 +88,16 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Mix the tokens. x is [num_tokens, hidden_size], as is the result."""
         heads = (len(x), -1, self.head_dim)
-        q, k = self.q_proj(x).view(heads), self.k_proj(x).view(heads)
-        v = self.v_proj(x).view(heads)
+        q, gate = self.q_proj(x), None
+        if self.has_gate:  # in each head, its query and then its gate
+            q, gate = q.view(len(x), -1, 2 * self.head_dim).chunk(2, dim=-1)
+        q, k, v = q.reshape(heads), self.k_proj(x).view(heads), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
-        mixed = context.attend(self.layer, q, k, v)
+        mixed = context.attend(self.layer, q, k, v.view(heads))
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
         return self.o_proj(mixed.reshape(len(x), -1))
 
 
@@ -107,10 +126,16 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a norm before and the residual around it."""
 
+    is_recurrent = False
+
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.input_layernorm = norm_of(spec)
-        self.self_attn = Attention(spec, layer)
+        self.is_recurrent = spec.is_recurrent(layer)
+        if spec.delta_net is not None and self.is_recurrent:
+            self.linear_attn = GatedDeltaNet(spec, spec.delta_net, layer)
+        else:
+            self.self_attn = Attention(spec, layer)
         self.post_attention_layernorm = norm_of(spec)
         self.post_norms = spec.post_norms
         if spec.post_norms:
@@ -125,7 +150,11 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext[Tensor]
     ) -> Tensor:
         """Run one layer. x is [num_tokens, hidden_size], as is the result."""
-        mixed = self.self_attn(self.input_layernorm(x), cos, sin, context)
+        normed = self.input_layernorm(x)
+        if self.is_recurrent:
+            mixed = self.linear_attn(normed, context)
+        else:
+            mixed = self.self_attn(normed, cos, sin, context)
         if not self.post_norms:
             x = x + mixed
             return x + self.mlp(self.post_attention_layernorm(x))
@@ -145,6 +174,20 @@ class TorchDenseContext:
         """Attend causally among the given tokens."""
         mask = causal_mask(len(q), len(q), self.spec.window_of(layer), q.device)
         return masked_attention(q, k, v, self.scale, mask)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve the given tokens, before which there is nothing."""
+        return self._from_nothing(layer, x).convolve(layer, x, weight)
+
+    def mix(self, layer: int, *rows: Tensor) -> Tensor:
+        """Run the delta rule over the given tokens, from nothing on."""
+        return self._from_nothing(layer, rows[0]).mix(layer, *rows)
+
+    def _from_nothing(self, layer: int, x: Tensor) -> RecurrentPass:
+        assert self.spec.delta_net is not None
+        net = replace(self.spec.delta_net, layers=(layer,))
+        states = RecurrentStates(net, 1, device=x.device, dtype=x.dtype)
+        return RecurrentPass(states, TextRows([0], [len(x)]))
 
 
 def masked_attention(
@@ -192,6 +235,7 @@ class TorchCachedContext:
         self.v_cache = torch.zeros_like(self.k_cache)
         self.num_tokens = 0
         self.spec = spec
+        self.states = states_of(spec, 1, device, dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the new keys and values, and attend to those in the window.
@@ -221,6 +265,23 @@ class TorchCachedContext:
         """Count the rows that all layers have written; call it once per pass."""
         self.num_tokens += num_new
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve the new tokens, behind those before.
+
+        Raises:
+            ShapeError: The cache is full; nothing is written.
+        """
+        check_room(self.num_tokens, len(x), self.k_cache.shape[1])
+        return self._pass_of(len(x)).convolve(layer, x, weight)
+
+    def mix(self, layer: int, *rows: Tensor) -> Tensor:
+        """Run the delta rule over the new tokens, from the state on."""
+        return self._pass_of(len(rows[0])).mix(layer, *rows)
+
+    def _pass_of(self, num_new: int) -> RecurrentPass:
+        assert self.states is not None
+        return RecurrentPass(self.states, TextRows([0], [num_new]))
+
 
 class TorchStaticBatchContext:
     """Keeps the keys and values of several texts that grow in step.
@@ -241,14 +302,15 @@ class TorchStaticBatchContext:
         dtype: torch.dtype,
     ) -> None:
         """Reserve `max_tokens` columns for prompts of the given lengths."""
-        padding = [max(lengths) - length for length in lengths]
-        self.num_padding = torch.tensor(padding, device=device)
+        self.padding = [max(lengths) - length for length in lengths]
+        self.num_padding = torch.tensor(self.padding, device=device)
         shape = (spec.num_layers, len(lengths), max_tokens)
         heads = (spec.num_kv_heads, spec.head_dim)
         self.k_cache = torch.zeros(shape + heads, device=device, dtype=dtype)
         self.v_cache = torch.zeros_like(self.k_cache)
         self.num_tokens = 0
         self.spec = spec
+        self.states = states_of(spec, len(lengths), device, dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the new columns, and attend within each text.
@@ -294,6 +356,42 @@ class TorchStaticBatchContext:
     def advance(self, num_new: int) -> None:
         """Count the columns that all layers have written; call it once per pass."""
         self.num_tokens += num_new
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve the new columns, each text behind its own.
+
+        Raises:
+            ShapeError: The cache is full; nothing is written.
+        """
+        num_new = len(x) // len(self.padding)
+        check_room(self.num_tokens, num_new, self.k_cache.shape[2])
+        own, texts = self._texts(num_new)
+        y = torch.zeros_like(x)
+        return y.index_copy_(
+            0, own, texts.convolve(layer, x.index_select(0, own), weight)
+        )
+
+    def mix(self, layer: int, *rows: Tensor) -> Tensor:
+        """Run the delta rule over the new columns, each text from its state on."""
+        own, texts = self._texts(len(rows[0]) // len(self.padding))
+        read = torch.zeros_like(rows[2])
+        return read.index_copy_(
+            0, own, texts.mix(layer, *(x.index_select(0, own) for x in rows))
+        )
+
+    def _texts(self, num_new: int) -> tuple[Tensor, RecurrentPass]:
+        """Return the rows without padding, and whose they are."""
+        assert self.states is not None
+        lengths = [
+            min(max(self.num_tokens + num_new - padding, 0), num_new)
+            for padding in self.padding
+        ]
+        slots = [slot for slot, length in enumerate(lengths) if length]
+        texts = TextRows(slots, [lengths[slot] for slot in slots])
+        lines = np.arange(len(lengths) * num_new).reshape(len(lengths), num_new)
+        is_text = np.arange(num_new) >= num_new - np.array(lengths)[:, np.newaxis]
+        own = torch.from_numpy(lines[is_text]).to(self.k_cache.device)
+        return own, RecurrentPass(self.states, texts)
 
 
 def norm_of(spec: ModelSpec, size: int | None = None) -> RMSNorm:
@@ -341,3 +439,11 @@ class MoE(nn.Module):
         if self.shared_expert is not None:
             y += self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
         return y
+
+
+def states_of(
+    spec: ModelSpec, num_slots: int, device: torch.device, dtype: torch.dtype
+) -> RecurrentStates | None:
+    """Return states of texts without a token, None if no layer keeps any."""
+    net = spec.delta_net
+    return RecurrentStates(net, num_slots, device=device, dtype=dtype) if net else None

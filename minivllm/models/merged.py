@@ -8,10 +8,10 @@ Invariant: `MergedDecoder` computes what `Decoder` does, up to rounding.
 In vLLM: vllm/model_executor/layers/linear.py (QKVParallelLinear,
 MergedColumnParallelLinear).
 Source: appendix A6, "The torch runner"; chapter 7, "One decoder, many families";
-    appendix A25, "Experts in the engine".
+    appendix A25, "Experts in the engine"; appendix A28, "Delta nets in torch".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +21,7 @@ from minivllm.errors import ConfigError
 from minivllm.models.context import AttentionContext
 from minivllm.models.decoder import Decoder, rope_tables
 from minivllm.models.expert_counts import ExpertCounts
+from minivllm.models.gated_delta_net import GatedDeltaNet
 from minivllm.models.layers import MLP, Attention, DecoderLayer, MoE, RMSNorm
 from minivllm.models.spec import ModelSpec
 from minivllm.ops.linear import TorchLinear
@@ -32,14 +33,20 @@ Linear = Callable[[Tensor], Tensor]
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
 
-def merge(parts: list[nn.Linear], make_linear: MakeLinear) -> Linear:
+class Product(NamedTuple):
+    """A weight and perhaps a bias: what is merged, like an `nn.Linear`."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def merge(parts: Sequence[nn.Linear | Product], make_linear: MakeLinear) -> Linear:
     """Return one linear whose output is that of its parts, side by side."""
     if len(parts) == 1:
         return make_linear(parts[0].weight, parts[0].bias)
     weight = torch.cat([part.weight for part in parts])
-    has_bias = parts[0].bias is not None
-    bias = torch.cat([part.bias for part in parts]) if has_bias else None
-    return make_linear(weight, bias)
+    biases = [part.bias for part in parts if part.bias is not None]
+    return make_linear(weight, torch.cat(biases) if biases else None)
 
 
 class ExpertOps(NamedTuple):
@@ -66,11 +73,14 @@ class MergedAttention:
     """`layers.Attention` with one product for q, k and v."""
 
     def __init__(self, attention: Attention, ops: DecoderOps) -> None:
+        parts: list[nn.Linear | Product]
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
         self.layer = attention.layer
         self.head_dim = attention.head_dim
-        num_rows = [part.weight.shape[0] for part in parts]
-        self.num_heads, self.num_kv_heads, _ = (n // self.head_dim for n in num_rows)
+        if attention.has_gate:  # the gates go behind: so queries and keys are together
+            parts[0], gates = split_gate(attention.q_proj, self.head_dim)
+            parts.append(gates)
+        self.num_heads = [part.weight.shape[0] // self.head_dim for part in parts]
         self.qkv_proj = merge(parts, ops.linear)
         self.o_proj = merge([attention.o_proj], ops.linear)
         self.rotary_embedding = ops.rotary_embedding
@@ -83,23 +93,38 @@ class MergedAttention:
         """Return queries and keys normalised, each with its weight, and rotated."""
         results = []
         for norm, part in zip(self.qk_norms, (q, k), strict=True):
-            rows = norm(part.reshape(-1, self.head_dim)).view(part.shape)
-            results.append(self.rotary_embedding(rows, part.shape[1], cos, sin))
+            # With a single head, the rows of a slice are not neighbours.
+            rows = part.reshape(-1, self.head_dim).contiguous()
+            rows = norm(rows).view(part.shape)
+            results.append(self.rotate(rows, part.shape[1], cos, sin))
         return results
+
+    def rotate(self, heads: Tensor, num: int, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the first heads, with so many dimensions rotated as there are angles.
+
+        The op rotates whole heads: what is rotated becomes a head of its own.
+        """
+        if cos.shape[-1] == self.head_dim:
+            return self.rotary_embedding(heads, num, cos, sin)
+        sizes = [cos.shape[-1], self.head_dim - cos.shape[-1]]
+        turned, rest = heads.narrow(1, 0, num).split(sizes, dim=-1)
+        turned = self.rotary_embedding(turned.contiguous(), num, cos, sin)
+        return torch.cat([turned, rest], dim=-1)
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext[Tensor]
     ) -> Tensor:
         """Mix the tokens. x is [num_tokens, hidden_size], as is the result."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q, k, v = heads.split(sizes, dim=1)
+        q, k, v, *gates = heads.split(self.num_heads, dim=1)
         if self.qk_norms:
             q, k = self.rotated(q, k, cos, sin)
         else:  # both at once
-            qk = self.rotary_embedding(heads, sum(sizes[:2]), cos, sin)
-            q, k = qk.split(sizes[:2], dim=1)
+            qk = self.rotate(heads, sum(self.num_heads[:2]), cos, sin)
+            q, k = qk.split(self.num_heads[:2], dim=1)
         mixed = context.attend(self.layer, q, k, v)
+        for gate in gates:
+            mixed = mixed * gate.sigmoid()
         return self.o_proj(mixed.reshape(x.shape[0], -1))
 
 
@@ -124,7 +149,11 @@ class MergedLayer:
             return ops.rms_norm(of.weight, of.eps, of.plus_one)
 
         self.input_layernorm = norm(layer.input_layernorm)
-        self.self_attn = MergedAttention(layer.self_attn, ops)
+        self.mixer: MergedAttention | MergedDeltaNet
+        if layer.is_recurrent:
+            self.mixer = self.linear_attn = MergedDeltaNet(layer.linear_attn, ops)
+        else:
+            self.mixer = self.self_attn = MergedAttention(layer.self_attn, ops)
         self.post_attention_layernorm = norm(layer.post_attention_layernorm)
         self.post_norms = layer.post_norms
         if layer.post_norms:
@@ -152,12 +181,12 @@ class MergedLayer:
             added: What the layer before has to add to x, if there is one.
             cos: As for the op `rotary_embedding`.
             sin: Like cos.
-            context: Where the keys and values are.
+            context: Where keys and values, or states, are.
 
         Returns:
             What this layer has to add to x, once somebody asks.
         """
-        mixed = self.self_attn(self.input_layernorm(x, added), cos, sin, context)
+        mixed = self.mixer(self.input_layernorm(x, added), cos, sin, context)
         if not self.post_norms:
             return self.mlp(self.post_attention_layernorm(x, mixed))
         mixed = self.post_attention_layernorm(mixed)
@@ -319,3 +348,35 @@ class MergedMoE:
         if self.shared_expert is not None:
             y += self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
         return y
+
+
+def split_gate(q_proj: nn.Linear, head_dim: int) -> tuple[Product, Product]:
+    """Return the product of all queries, and that of all gates: they lie in turns."""
+    weights = q_proj.weight.unflatten(0, (-1, 2, head_dim)).unbind(1)
+    biases: Sequence[Tensor | None] = (None, None)
+    if q_proj.bias is not None:
+        biases = q_proj.bias.view(-1, 2, head_dim).unbind(1)
+    queries, gates = (
+        Product(weight.flatten(0, 1), None if bias is None else bias.flatten())
+        for weight, bias in zip(weights, biases, strict=True)
+    )
+    return queries, gates
+
+
+class MergedDeltaNet:
+    """`gated_delta_net.GatedDeltaNet` with one product for all that it begins with."""
+
+    def __init__(self, net: GatedDeltaNet, ops: DecoderOps) -> None:
+        parts = [net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a]
+        self.sizes = [part.weight.shape[0] for part in parts]
+        self.in_proj = merge(parts, ops.linear)
+        self.out_proj = merge([net.out_proj], ops.linear)
+        del net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a, net.out_proj
+        self.mix = net.mix
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext[Tensor]
+    ) -> Tensor:
+        """Mix the tokens, which need no positions; as `MergedAttention`."""
+        parts = self.in_proj(x).split(self.sizes, dim=1)
+        return self.out_proj(self.mix(*parts, context))

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from minivllm.errors import ConfigError, CorruptFile, ModelNotFound, WeightMismatch
 from minivllm.json_files import read_json
+from minivllm.models.families import family_of
+from minivllm.models.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -73,14 +75,15 @@ def upcycle(
     source, folder = Path(dense_checkpoint), Path(folder)
     config = read_json(source / "config.json")
     check_upcycling(config, num_experts, top_k, split)
+    spec = family_of(config).read_spec(config)
     stored = tensor_files(source)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"folder is {str(folder)!r}, where something is already: give a new one"
         )
+    parts = list(parts_of(stored, spec.num_layers))
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
-    parts = list(parts_of(stored, config["num_hidden_layers"]))
     generator = torch.Generator().manual_seed(seed)
     for number, (mlp, names) in enumerate(parts, 1):
         tensors = read_tensors(stored, names)
@@ -104,7 +107,8 @@ def upcycle(
     write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
     # Last: without it, what an interrupted call leaves is no model.
     write_json(
-        folder / "config.json", experts_config(config, num_experts, top_k, split)
+        folder / "config.json",
+        experts_config(config, spec, num_experts, top_k, split),
     )
     return folder
 
@@ -156,15 +160,20 @@ def check_upcycling(
 
 
 def experts_config(
-    config: dict[str, Any], num_experts: int, top_k: int, split: bool
+    config: dict[str, Any], spec: ModelSpec, num_experts: int, top_k: int, split: bool
 ) -> dict[str, Any]:
-    """Return the config.json of the model with experts."""
+    """Return the config.json of the model with experts.
+
+    What a Llama need not say is said: a Qwen3-MoE has other defaults.
+    """
     size = config["intermediate_size"]
-    num_heads = config["num_attention_heads"]
     return config | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "head_dim": config.get("head_dim") or config["hidden_size"] // num_heads,
+        "head_dim": spec.head_dim,
+        "num_key_value_heads": spec.num_kv_heads,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "use_sliding_window": False,
         "qk_norm": False,
         "num_experts": num_experts,
         "num_experts_per_tok": top_k,

@@ -4,7 +4,8 @@ A family file turns a checkpoint's `config.json` into a `ModelSpec`; the loader 
 both decoders read the spec and never the config, so no decoder asks for a family.
 
 In vLLM: vllm/config/model.py (ModelConfig), read by one model file per family.
-Source: chapter 1, "Naive generation"; chapter 7, "One decoder, many families".
+Source: chapter 1, "Naive generation"; chapter 7, "One decoder, many families"; chapter
+    8, "Hybrid attention".
 """
 
 import math
@@ -85,6 +86,53 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetSpec:
+    """The layers that keep a state in place of keys and values; sizes in elements.
+
+    Attributes:
+        layers: Which layers are such; the others attend.
+        num_key_heads: Heads of queries, and of keys.
+        num_value_heads: Heads of values, each with a state of its own; a multiple of
+            `num_key_heads`.
+        key_head_dim: Of a query or key; the rows of a state.
+        value_head_dim: Of a value; the columns of a state.
+        conv_kernel_size: How many tokens the convolution looks at, the last its own.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_size: int
+
+    @property
+    def key_size(self) -> int:
+        """All keys of a token together."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """All values of a token together."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values of a token."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def conv_state_shape(self) -> tuple[int, int]:
+        """What the convolution of a layer keeps of a text: its last inputs."""
+        return self.conv_size, self.conv_kernel_size - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The matrices that a layer keeps of a text, one for each value head."""
+        return self.num_value_heads, self.key_head_dim, self.value_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The knobs of a decoder; sizes in elements, positions in tokens.
 
@@ -102,6 +150,11 @@ class ModelSpec:
             among them, or None for all; empty if all layers see all.
         local_rope: Of the layers with a window, if not that of the others.
         moe: The experts, if there are any.
+        rotary_dim: How many of the dimensions of a head rope rotates, the first ones;
+            None for all.
+        attention_gate: Whether what attention says is multiplied by a gate, which
+            comes with the queries.
+        delta_net: The layers that do not attend, if there are any.
     """
 
     architecture: str
@@ -131,6 +184,10 @@ class ModelSpec:
     local_rope: RopeSpec | None = None
     moe: MoeSpec | None = None
 
+    rotary_dim: int | None = None
+    attention_gate: bool = False
+    delta_net: DeltaNetSpec | None = None
+
     def __post_init__(self) -> None:
         for name in (
             "vocab_size",
@@ -157,13 +214,19 @@ class ModelSpec:
             raise ConfigError(
                 f"head_dim is {self.head_dim}, but rope rotates pairs: it must be even"
             )
+        if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
+            raise ConfigError(
+                f"rope rotates {self.rope_dim} dimensions of a head of "
+                f"{self.head_dim}, but it must be an even number from 2 to head_dim: "
+                "mend partial_rotary_factor in config.json"
+            )
         if self.hidden_act not in ("silu", "gelu", "gelu_tanh"):
             raise ConfigError(
                 f"hidden_act is {self.hidden_act!r}, but silu, gelu and gelu_tanh are "
                 "supported: choose another model"
             )
         for rope in self.ropes:
-            check_rope(rope, self.head_dim)
+            check_rope(rope, self.rope_dim)
         if self.windows and len(self.windows) != self.num_layers:
             raise ConfigError(
                 f"there are {len(self.windows)} windows for {self.num_layers} layers: "
@@ -174,6 +237,8 @@ class ModelSpec:
                 check_size("a window", window)
         if self.moe is not None:
             check_experts(self.moe, self.num_layers)
+        if self.delta_net is not None:
+            check_delta_net(self.delta_net, self.num_layers)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -204,12 +269,48 @@ class ModelSpec:
         """What a query-key product is multiplied with before the softmax."""
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
+    @property
+    def rope_dim(self) -> int:
+        """How many dimensions of a head are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Tell whether a layer keeps a state, in place of keys and values."""
+        return self.delta_net is not None and layer in self.delta_net.layers
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that attend to all tokens."""
+        layers = range(self.num_layers)
+        return tuple(
+            layer
+            for layer in layers
+            if not self.is_recurrent(layer) and self.window_of(layer) is None
+        )
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """The layers that attend to the tokens in a window."""
+        layers = range(self.num_layers)
+        return tuple(
+            layer
+            for layer in layers
+            if not self.is_recurrent(layer) and self.window_of(layer) is not None
+        )
+
+    @property
+    def max_window(self) -> int | None:
+        """The largest window of a layer; None if no layer has one."""
+        sizes = [self.window_of(layer) or 0 for layer in self.window_layers]
+        return max(sizes, default=None)
+
     def attention_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the tensors of a layer's attention, without `layers.N.self_attn`."""
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+        q_rows = 2 * q_size if self.attention_gate else q_size
+        for name, size in (("q", q_rows), ("k", kv_size), ("v", kv_size)):
             shapes[f"{name}_proj.weight"] = (size, self.hidden_size)
             if self.qkv_bias:
                 shapes[f"{name}_proj.bias"] = (size,)
@@ -246,6 +347,20 @@ class ModelSpec:
             shapes["shared_expert_gate.weight"] = (1, self.hidden_size)
         return shapes
 
+    def delta_net_shapes(self, net: DeltaNetSpec) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a delta net, without `layers.N.linear_attn`."""
+        return {
+            "in_proj_qkv.weight": (net.conv_size, self.hidden_size),
+            "in_proj_z.weight": (net.value_size, self.hidden_size),
+            "in_proj_b.weight": (net.num_value_heads, self.hidden_size),
+            "in_proj_a.weight": (net.num_value_heads, self.hidden_size),
+            "conv1d.weight": (net.conv_size, 1, net.conv_kernel_size),
+            "dt_bias": (net.num_value_heads,),
+            "A_log": (net.num_value_heads,),
+            "norm.weight": (net.value_head_dim,),
+            "out_proj.weight": (self.hidden_size, net.value_size),
+        }
+
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the tensors of a layer, without `layers.N`."""
         norms = ["input_layernorm", "post_attention_layernorm"]
@@ -254,11 +369,14 @@ class ModelSpec:
         shapes: dict[str, tuple[int, ...]] = {
             f"{norm}.weight": (self.hidden_size,) for norm in norms
         }
-        if self.moe is not None and layer in self.moe.layers:
-            mlp = self.moe_shapes(self.moe)
+        if self.delta_net is not None and layer in self.delta_net.layers:
+            parts = {"linear_attn": self.delta_net_shapes(self.delta_net)}
         else:
-            mlp = self.mlp_shapes(self.intermediate_size, self.mlp_bias)
-        parts = {"self_attn": self.attention_shapes(), "mlp": mlp}
+            parts = {"self_attn": self.attention_shapes()}
+        if self.moe is not None and layer in self.moe.layers:
+            parts["mlp"] = self.moe_shapes(self.moe)
+        else:
+            parts["mlp"] = self.mlp_shapes(self.intermediate_size, self.mlp_bias)
         for part, tensors in parts.items():
             shapes |= {f"{part}.{name}": tensors[name] for name in tensors}
         return shapes
@@ -353,4 +471,29 @@ def check_experts(moe: MoeSpec, num_layers: int) -> None:
     if not all(0 <= layer < num_layers for layer in moe.layers):
         raise ConfigError(
             f"layers {moe.layers} have experts, but there are {num_layers} layers"
+        )
+
+
+def check_delta_net(net: DeltaNetSpec, num_layers: int) -> None:
+    """Refuse sizes that cannot be.
+
+    Raises:
+        ConfigError: A size is impossible, or a layer is not there.
+    """
+    for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"):
+        check_size(f"{name} of the delta net", getattr(net, name))
+    if net.num_value_heads % net.num_key_heads:
+        raise ConfigError(
+            f"{net.num_value_heads} value heads cannot share {net.num_key_heads} key "
+            "heads evenly: num_value_heads must be a multiple of num_key_heads"
+        )
+    size = net.conv_kernel_size
+    if type(size) is not int or size < 2:
+        raise ConfigError(
+            f"conv_kernel_size is {size!r}, but must be an integer of at least 2: the "
+            "token itself and one before it"
+        )
+    if not all(0 <= layer < num_layers for layer in net.layers):
+        raise ConfigError(
+            f"layers {net.layers} are delta nets, but there are {num_layers} layers"
         )

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -461,6 +462,11 @@ class _Library:
         )
         function = getattr(self.functions, f"emu_launch_{number}")
         failed = function(ctypes.byref(launch), pointers)
+        if self.functions.emu_interrupted():
+            # The launch took what was meant for Python. The second line lets Python
+            # answer now, in the main thread with KeyboardInterrupt, not at some time.
+            signal.raise_signal(signal.SIGINT)
+            ctypes.pythonapi.PyErr_CheckSignals()
         return self.functions.emu_error().decode(errors="replace") if failed else None
 
 

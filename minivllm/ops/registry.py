@@ -16,7 +16,8 @@ In vLLM: vllm/ir/op.py (IrOp, IrOpImpl).
 Source: appendix A6, "The torch runner"; appendix A10, "Compiled operations"; appendix
     A16, "Launching kernels"; chapter 6, "CUDA kernels"; appendix A18, "Small kernels";
     appendix A19, "Sampling kernels"; appendix A20, "Prefill attention"; appendix A26,
-    "Kernels for experts".
+    "Kernels for experts"; appendix A28, "Delta nets in torch"; appendix A29, "Kernels
+    for delta nets".
 """
 
 import difflib
@@ -67,6 +68,8 @@ MODULES: list[str] = [
     "minivllm.ops.cuda_sampling",
     "minivllm.ops.cuda_prefill",
     "minivllm.ops.cuda_moe",
+    "minivllm.ops.delta_net",
+    "minivllm.ops.cuda_delta_net",
 ]
 
 

@@ -1,7 +1,7 @@
 """Attention in NumPy, float32, the way the formula is written.
 
 Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; chapter 7, "One
-    decoder, many families"; appendix A24, "Windows".
+    decoder, many families"; appendix A24, "Windows"; chapter 8, "Hybrid attention".
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import numpy as np
 
 from minivllm.models.context import check_room, first_key_of
 from minivllm.models.spec import ModelSpec
+from minivllm.reference.gated_delta_net import RecurrentStates
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
@@ -91,6 +92,14 @@ class DenseContext:
         """Attend causally among the given tokens."""
         return causal_attention(q, k, v, self.scale, self.spec.window_of(layer))
 
+    def convolve(self, layer: int, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """Convolve the given tokens, before which there is nothing."""
+        return RecurrentStates(self.spec.delta_net, 1).convolve(layer, 0, x, weight)
+
+    def mix(self, layer: int, *rows: np.ndarray) -> np.ndarray:
+        """Run the delta rule over the given tokens, from nothing on."""
+        return RecurrentStates(self.spec.delta_net, 1).mix(layer, 0, *rows)
+
 
 class CachedContext:
     """Keeps the keys and values of one text, one row per token in each layer.
@@ -106,6 +115,7 @@ class CachedContext:
         self.v_cache = np.zeros(shape, dtype=np.float32)
         self.num_tokens = 0
         self.spec = spec
+        self.states = RecurrentStates(spec.delta_net, 1) if spec.delta_net else None
 
     def attend(
         self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray
@@ -133,6 +143,19 @@ class CachedContext:
         """Count the rows that all layers have written; call it once per pass."""
         self.num_tokens += num_new
 
+    def convolve(self, layer: int, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """Convolve the new tokens, behind those before.
+
+        Raises:
+            ShapeError: The cache is full; nothing is written.
+        """
+        check_room(self.num_tokens, len(x), self.k_cache.shape[1])
+        return self.states.convolve(layer, 0, x, weight)
+
+    def mix(self, layer: int, *rows: np.ndarray) -> np.ndarray:
+        """Run the delta rule over the new tokens, from the state on."""
+        return self.states.mix(layer, 0, *rows)
+
 
 class StaticBatchContext:
     """Keeps the keys and values of several texts that grow in step.
@@ -154,6 +177,8 @@ class StaticBatchContext:
         self.v_cache = np.zeros(shape + heads, dtype=np.float32)
         self.num_tokens = 0
         self.spec = spec
+        net = spec.delta_net
+        self.states = RecurrentStates(net, len(lengths)) if net else None
 
     def attend(
         self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray
@@ -192,3 +217,32 @@ class StaticBatchContext:
     def advance(self, num_new: int) -> None:
         """Count the columns that all layers have written; call it once per pass."""
         self.num_tokens += num_new
+
+    def convolve(self, layer: int, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """Convolve the new columns, each text behind its own.
+
+        Raises:
+            ShapeError: The cache is full; nothing is written.
+        """
+        num_new = len(x) // len(self.num_padding)
+        check_room(self.num_tokens, num_new, self.k_cache.shape[2])
+        y = np.zeros_like(x)
+        for text, rows in enumerate(self._texts(num_new)):
+            y[rows] = self.states.convolve(layer, text, x[rows], weight)
+        return y
+
+    def mix(self, layer: int, *rows: np.ndarray) -> np.ndarray:
+        """Run the delta rule over the new columns, each text from its state on."""
+        read = np.zeros_like(rows[2])
+        num_new = len(read) // len(self.num_padding)
+        for text, own in enumerate(self._texts(num_new)):
+            read[own] = self.states.mix(layer, text, *(x[own] for x in rows))
+        return read
+
+    def _texts(self, num_new: int) -> list[slice]:
+        """Return the flat rows of each text in the new columns, without padding."""
+        starts = np.clip(self.num_padding - self.num_tokens, 0, num_new)
+        return [
+            slice(text * num_new + start, (text + 1) * num_new)
+            for text, start in enumerate(starts)
+        ]

@@ -5,7 +5,8 @@ never imports torch.
 
 In vLLM: vllm/model_executor/models/llama.py.
 Source: chapter 1, "Naive generation"; chapter 2, "The KV cache"; chapter 7, "One
-    decoder, many families"; appendix A25, "Experts in the engine".
+    decoder, many families"; appendix A25, "Experts in the engine"; chapter 8, "Hybrid
+    attention".
 """
 
 import math
@@ -19,6 +20,7 @@ from minivllm.models.expert_counts import ExpertCounts
 from minivllm.models.rotary import attention_factor, inverse_frequencies
 from minivllm.models.spec import ModelSpec
 from minivllm.reference.attention import CachedContext, DenseContext, StaticBatchContext
+from minivllm.reference.gated_delta_net import sigmoid, softplus
 from minivllm.reference.moe import route
 
 
@@ -29,16 +31,17 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Rotate pair (i, i + head_dim / 2) of each head by its angle.
+    """Rotate pair (i, i + rope_dim / 2) of each head by its angle.
 
     Args:
-        x: [num_tokens, num_heads, head_dim].
-        cos: [num_tokens, 1, head_dim // 2].
+        x: [num_tokens, num_heads, head_dim]; dimensions from rope_dim on stay.
+        cos: [num_tokens, 1, rope_dim // 2].
         sin: Like cos.
     """
-    first, second = np.split(x, 2, axis=-1)
+    half = cos.shape[-1]
+    first, second, rest = np.split(x, [half, 2 * half], axis=-1)
     return np.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
+        [first * cos - second * sin, second * cos + first * sin, rest], axis=-1
     )
 
 
@@ -81,7 +84,7 @@ class NumpyDecoder:
         self.weights = {k: np.asarray(w, np.float32) for k, w in weights.items()}
         self.activation = ACTIVATIONS[spec.hidden_act]
         self.frequencies = [
-            inverse_frequencies(spec.head_dim, rope) for rope in spec.ropes
+            inverse_frequencies(spec.rope_dim, rope) for rope in spec.ropes
         ]
         # Of each expert, in the layers where somebody counts.
         self.num_rows: dict[int, np.ndarray] = {}
@@ -110,13 +113,19 @@ class NumpyDecoder:
         """Mix the tokens: [num_tokens, hidden_size] in and out."""
         name = f"layers.{layer}.self_attn"
         heads = (len(x), -1, self.spec.head_dim)
-        q = self.linear(f"{name}.q_proj", x).reshape(heads)
+        q = self.linear(f"{name}.q_proj", x)
+        gate = None
+        if self.spec.attention_gate:  # in each head, its query and then its gate
+            q, gate = np.split(q.reshape(len(x), self.spec.num_heads, -1), 2, axis=-1)
+        q = q.reshape(heads)
         k = self.linear(f"{name}.k_proj", x).reshape(heads)
         v = self.linear(f"{name}.v_proj", x).reshape(heads)
         if self.spec.qk_norm:
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         mixed = context.attend(layer, q, k, v)
+        if gate is not None:
+            mixed = mixed * sigmoid(gate)
         return self.linear(f"{name}.o_proj", mixed.reshape(len(x), -1))
 
     def mlp(self, layer: int, x: np.ndarray) -> np.ndarray:
@@ -136,7 +145,10 @@ class NumpyDecoder:
         """Add what attention, then the MLP, have to say: [num_tokens, hidden_size]."""
         name = f"layers.{layer}"
         normed = self.norm(f"{name}.input_layernorm", hidden_states)
-        mixed = self.attention(layer, normed, cos, sin, context)
+        if self.spec.is_recurrent(layer):
+            mixed = self.delta_net(layer, normed, context)
+        else:
+            mixed = self.attention(layer, normed, cos, sin, context)
         if self.spec.post_norms:
             mixed = self.norm(f"{name}.post_attention_layernorm", mixed)
         hidden_states = hidden_states + mixed
@@ -274,3 +286,27 @@ class NumpyDecoder:
         num_rows = np.zeros((len(moe.layers), moe.num_experts), dtype=np.int64)
         self.num_rows = dict(zip(moe.layers, num_rows, strict=True))
         return ExpertCounts(moe.layers, num_rows)
+
+    def delta_net(
+        self, layer: int, x: np.ndarray, context: AttentionContext[np.ndarray]
+    ) -> np.ndarray:
+        """Mix the tokens through a state: [num_tokens, hidden_size] in and out."""
+        net = self.spec.delta_net
+        assert net is not None
+        name, num_tokens = f"layers.{layer}.linear_attn", len(x)
+        kernel = self.weights[f"{name}.conv1d.weight"][:, 0]
+        qkv = context.convolve(layer, self.linear(f"{name}.in_proj_qkv", x), kernel)
+        q, k, v = np.split(qkv, [net.key_size, 2 * net.key_size], axis=1)
+        q, k = (part.reshape(num_tokens, net.num_key_heads, -1) for part in (q, k))
+        v = v.reshape(num_tokens, net.num_value_heads, -1)
+        beta = sigmoid(self.linear(f"{name}.in_proj_b", x))
+        speed = softplus(
+            self.linear(f"{name}.in_proj_a", x) + self.weights[f"{name}.dt_bias"]
+        )
+        log_decay = -np.exp(self.weights[f"{name}.A_log"]) * speed
+        read = context.mix(layer, q, k, v, log_decay, beta)
+        z = self.linear(f"{name}.in_proj_z", x).reshape(read.shape)
+        # The weight of this norm is plain, whatever those of the other norms are.
+        weight = self.weights[f"{name}.norm.weight"]
+        gated = rms_norm(read, weight, self.spec.rms_norm_eps) * (z * sigmoid(z))
+        return self.linear(f"{name}.out_proj", gated.reshape(num_tokens, -1))

@@ -15,7 +15,7 @@ Numbers only, made once per step with NumPy and shared by all layers.
 
 In vLLM: vllm/v1/attention/backends/utils.py (split_decodes_and_prefills); its kernels
 take ragged batches and need no groups.
-Source: appendix A6, "The torch runner".
+Source: appendix A6, "The torch runner"; appendix A28, "Delta nets in torch".
 """
 
 from dataclasses import dataclass
@@ -44,11 +44,15 @@ class AttentionGroup:
         positions: Last key that each query sees, like rows.
         block_table: Blocks of the pieces, padded with their own first one,
             [num_pieces, num_blocks] int64; no columns for fresh pieces.
+        window_block_table: The same for the layers with a window, if their blocks are
+            apart; a block of the piece is also in the place of those given back.
     """
 
     rows: np.ndarray
     positions: np.ndarray
     block_table: np.ndarray
+
+    window_block_table: np.ndarray | None = None
 
     @property
     def is_fresh(self) -> bool:
@@ -126,6 +130,13 @@ def similar_pieces(pieces: Pieces, max_ragged: int) -> list[np.ndarray]:
     return [np.sort(group) for group in groups]
 
 
+def filled(block_table: np.ndarray) -> np.ndarray:
+    """Return a table with a block of the same row in the place of each -1."""
+    first = block_table[:, :1]
+    own = np.where(first < 0, block_table.max(axis=1, keepdims=True), first)
+    return np.where(block_table < 0, own, block_table).astype(np.int64)
+
+
 def group_queries(
     metadata: AttentionMetadata, max_ragged: int = 0
 ) -> tuple[list[AttentionGroup], np.ndarray]:
@@ -143,6 +154,8 @@ def group_queries(
         that is the order of the batch and there is one group.
     """
     pieces = cut_queries(metadata, max_ragged)
+    table = filled(metadata.block_table)
+    window_table = metadata.window and filled(metadata.window.block_table)
     groups = []
     for members in similar_pieces(pieces, max_ragged):
         length = pieces.length[members, np.newaxis]
@@ -150,15 +163,19 @@ def group_queries(
         num_keys = pieces.num_keys[members, np.newaxis]
         num_blocks = -(-num_keys // metadata.block_size)
         width = 0 if pieces.is_fresh[members[0]] else num_blocks.max()
-        block_table = metadata.block_table[pieces.request[members]].astype(np.int64)
-        is_read = np.arange(width) < num_blocks
+        requests, is_read = pieces.request[members], np.arange(width) < num_blocks
+        tables = {"block_table": table}
+        if window_table is not None:
+            tables["window_block_table"] = window_table
+        blocks = {name: rows[requests] for name, rows in tables.items()}
         groups.append(
             AttentionGroup(
                 rows=pieces.start[members, np.newaxis] + steps,
                 positions=num_keys - length + steps,
-                block_table=np.where(
-                    is_read, block_table[:, :width], block_table[:, :1]
-                ),
+                **{
+                    name: np.where(is_read, rows[:, :width], rows[:, :1])
+                    for name, rows in blocks.items()
+                },
             )
         )
     groups.sort(key=lambda group: not group.is_fresh)

@@ -12,11 +12,12 @@ padding. Made once per step with NumPy, for every runner.
 
 In vLLM: vllm/v1/worker/gpu_model_runner.py (_prepare_inputs),
 vllm/v1/attention/backend.py (CommonAttentionMetadata).
-Source: chapter 3, "Paging"; appendix A5, "Records".
+Source: chapter 3, "Paging"; appendix A5, "Records"; chapter 8, "Hybrid attention".
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,8 @@ class AttentionMetadata:
         slot_mapping: Where the keys and values of each token go,
             block_id * block_size + position % block_size, [num_tokens] int64.
         block_size: Slots in a block.
+        window: The same for the layers with a window, if their blocks are apart; -1 is
+            also in the place of blocks that were given back.
     """
 
     query_start_loc: np.ndarray
@@ -44,6 +47,8 @@ class AttentionMetadata:
     block_table: np.ndarray
     slot_mapping: np.ndarray
     block_size: int
+
+    window: "AttentionMetadata | None" = None
 
 
 def pad_block_ids(block_ids: Sequence[Sequence[int]]) -> np.ndarray:
@@ -90,24 +95,30 @@ def make_batch(step: SchedulerOutput, block_size: int) -> Batch:
     request_index = np.repeat(np.arange(len(requests)), num_new)
     offsets = num_computed - query_start_loc[:-1]
     positions = np.arange(query_start_loc[-1]) + offsets[request_index]
-    block_table = pad_block_ids([step.block_ids[r.request_id] for r in requests])
-    blocks = block_table[request_index, positions // block_size].astype(np.int64)
     token_ids: list[int] = []
     for request, start, end in zip(
         requests, num_computed.tolist(), seq_lens.tolist(), strict=True
     ):
         token_ids += request.token_ids[start:end]
     sampled = np.array([index for index, _ in step.sampled()], dtype=np.int64)
-    return Batch(
-        input_ids=np.array(token_ids, dtype=np.int64),
-        positions=positions,
-        attention=AttentionMetadata(
+
+    def metadata(block_ids: dict[str, list[int]], **more: Any) -> AttentionMetadata:
+        block_table = pad_block_ids([block_ids[r.request_id] for r in requests])
+        blocks = block_table[request_index, positions // block_size].astype(np.int64)
+        return AttentionMetadata(
             query_start_loc=query_start_loc.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             block_table=block_table,
             slot_mapping=blocks * block_size + positions % block_size,
             block_size=block_size,
-        ),
+            **more,
+        )
+
+    window = metadata(step.window_block_ids) if step.window_block_ids else None
+    return Batch(
+        input_ids=np.array(token_ids, dtype=np.int64),
+        positions=positions,
+        attention=metadata(step.block_ids, window=window),
         logits_indices=query_start_loc[1:][sampled] - 1,
         sampled=sampled,
     )

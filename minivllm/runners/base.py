@@ -1,12 +1,32 @@
 """The one seam between bookkeeping and arithmetic.
 
 In vLLM: vllm/v1/worker/worker_base.py (WorkerBase.execute_model).
-Source: appendix A5, "Records".
+Source: appendix A5, "Records"; chapter 8, "Hybrid attention".
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from minivllm.request import ModelOutput, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """What a runner keeps of texts, beside the blocks of all tokens.
+
+    Attributes:
+        window: How many tokens the layers see whose blocks are apart; the largest, if
+            they differ.
+        num_window_blocks: Blocks of these layers; 0 if all layers share the blocks of
+            all tokens.
+        num_states: Slots for the states of running requests; 0 if no layer has any.
+        num_kept_states: Slots for states at the edges of blocks.
+    """
+
+    window: int | None = None
+    num_window_blocks: int = 0
+    num_states: int = 0
+    num_kept_states: int = 0
 
 
 class Runner(Protocol):
@@ -17,12 +37,14 @@ class Runner(Protocol):
         max_model_len: Tokens that a request may have, prompt and answer together.
         num_blocks: Blocks of the KV cache.
         block_size: Token slots in a block.
+        layout: What there is beside them.
     """
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
     block_size: int
+    layout: CacheLayout
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
         """Compute the tokens of a step, and sample where a request has caught up.

@@ -4,13 +4,14 @@ Called by `LLM` and the command line.
 
 In vLLM: vllm/v1/core/kv_cache_utils.py (get_kv_cache_configs),
 vllm/v1/worker/gpu_worker.py (determine_available_memory).
-Source: appendix A7, "LLM"; appendix A21, "CUDA graphs".
+Source: appendix A7, "LLM"; appendix A21, "CUDA graphs"; appendix A28, "Delta nets in
+    torch".
 """
 
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,15 @@ from minivllm.errors import ConfigError
 from minivllm.loading.hub import resolve_model
 from minivllm.loading.loader import load_model
 from minivllm.models.spec import ModelSpec
-from minivllm.runners.base import Runner
+from minivllm.runners.base import CacheLayout, Runner
 from minivllm.runners.fake_runner import FakeRunner
-from minivllm.runners.kv_cache import kv_bytes_per_token, num_blocks_for
+from minivllm.runners.kv_cache import (
+    CacheLimits,
+    kv_bytes_per_token,
+    layout_for,
+    share_out,
+    state_bytes,
+)
 from minivllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -117,6 +124,23 @@ def choose_backend(backend: str) -> str:
     return "torch" if importlib.util.find_spec("torch") else "numpy"
 
 
+def describe_layout(runner: Runner) -> str:
+    """Say what a runner has beside the blocks of all tokens, "" if there is nothing."""
+    layout, parts = runner.layout, []
+    if layout.num_window_blocks:
+        blocks = f"{layout.num_window_blocks:,} blocks for windows of {layout.window:,}"
+        parts.append(f"{blocks} tokens")
+    if layout.num_states:
+        states = f"{layout.num_states:,} states for requests"
+        states += f" and {layout.num_kept_states:,} for prefixes"
+        held = getattr(runner, "states", None)
+        if held is not None:
+            num_bytes = (held.conv.nbytes + held.recurrent.nbytes) // held.conv.shape[1]
+            states += f", {num_bytes:,} bytes each"
+        parts.append(states)
+    return "; ".join(parts)
+
+
 def build_runner(
     model: str | Path,
     *,
@@ -168,6 +192,8 @@ def build_runner(
         runner.block_size,
         runner.max_model_len,
     )
+    if text := describe_layout(runner):
+        logger.info("beside them: %s", text)
     return runner, tokenizer
 
 
@@ -197,12 +223,14 @@ def numpy_runner(
     """Return a runner around a NumPy decoder."""
     from minivllm.runners.numpy_runner import NumpyRunner
 
+    num_blocks, layout = count_blocks(cache, decoder.spec, 4, None)
     return NumpyRunner(
         decoder,
-        num_blocks=count_blocks(cache, decoder.spec, 4, None),
+        num_blocks=num_blocks,
         block_size=cache.block_size,
         max_model_len=cache.model_len(decoder.spec),
         vocab_size=vocab_size,
+        layout=layout,
     )
 
 
@@ -237,12 +265,16 @@ def torch_runner(decoder: "Decoder", cache: CacheConfig, vocab_size: int) -> Run
         if not reason:
             decoder = MergedDecoder(decoder)
             free_bytes -= graph_cuda_bytes(decoder, max_rows, **lengths)
-    num_blocks = count_blocks(cache, spec, weight.itemsize, free_bytes)
+    num_blocks, layout = count_blocks(cache, spec, weight.itemsize, free_bytes)
+    if not reason:  # of everything, one is for padding
+        num_blocks += 1
+        layout = replace(
+            layout,
+            num_window_blocks=layout.num_window_blocks + bool(layout.num_window_blocks),
+            num_kept_states=layout.num_kept_states + bool(layout.num_states),
+        )
     runner = TorchRunner(
-        decoder,
-        num_blocks=num_blocks if reason else num_blocks + 1,  # one is for padding
-        vocab_size=vocab_size,
-        **lengths,
+        decoder, num_blocks=num_blocks, vocab_size=vocab_size, layout=layout, **lengths
     )
     if not reason:
         runner.capture_graphs(max_rows)
@@ -251,8 +283,8 @@ def torch_runner(decoder: "Decoder", cache: CacheConfig, vocab_size: int) -> Run
 
 def count_blocks(
     cache: CacheConfig, spec: ModelSpec, bytes_per_element: int, free_bytes: int | None
-) -> int:
-    """Return how many blocks the KV cache gets.
+) -> tuple[int, CacheLayout]:
+    """Return how many blocks the KV cache gets, and what there is beside them.
 
     Args:
         cache: What was asked for.
@@ -263,8 +295,14 @@ def count_blocks(
     Raises:
         ConfigError: There is no room for a single block.
     """
+    limits = CacheLimits(
+        block_size=cache.block_size,
+        max_num_seqs=min(cache.max_num_seqs, cache.max_num_batched_tokens),
+        max_num_batched_tokens=cache.max_num_batched_tokens,
+        max_model_len=cache.model_len(spec),
+    )
     if cache.num_blocks:
-        return cache.num_blocks
+        return cache.num_blocks, layout_for(spec, cache.num_blocks, limits)
     if free_bytes is None and cache.gpu_memory_utilization is not None:
         raise ConfigError(
             f"gpu_memory_utilization is {cache.gpu_memory_utilization}, but the model "
@@ -273,12 +311,14 @@ def count_blocks(
     budget = cache.kv_cache_memory_bytes or free_bytes
     if budget is None:
         budget = DEFAULT_CPU_BYTES
-    num_blocks = num_blocks_for(budget, spec, cache.block_size, bytes_per_element)
+    num_blocks, layout = share_out(spec, budget, bytes_per_element, limits)
     if num_blocks < 1:
         block_bytes = cache.block_size * kv_bytes_per_token(spec, bytes_per_element)
+        state = state_bytes(spec, bytes_per_element)
+        states = f", and a request's states {state:,}" if state else ""
         raise ConfigError(
             f"the KV cache may take {max(budget, 0):,} bytes, but one block of "
-            f"{cache.block_size} tokens needs {block_bytes:,}: raise "
+            f"{cache.block_size} tokens needs {block_bytes:,}{states}: raise "
             "kv_cache_memory_bytes or gpu_memory_utilization, or lower block_size"
         )
-    return num_blocks
+    return num_blocks, layout

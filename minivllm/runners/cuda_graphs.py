@@ -16,7 +16,8 @@ Called by the torch runner.
 
 In vLLM: vllm/compilation/cuda_graph.py (CUDAGraphWrapper),
 vllm/v1/worker/gpu_model_runner.py (capture_model).
-Source: appendix A21, "CUDA graphs"; appendix A24, "Windows".
+Source: appendix A21, "CUDA graphs"; appendix A24, "Windows"; appendix A28, "Delta nets
+    in torch".
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.models.gated_delta_net import RecurrentPass
 from minivllm.models.spec import ModelSpec
 from minivllm.ops.paged_attention import PaddedAttention
 from minivllm.ops.registry import choose_for
+from minivllm.runners.attention_groups import filled
 from minivllm.runners.attention_metadata import Batch
+from minivllm.runners.kv_cache import cache_places
 
 # Tokens of the longest text that graphs are for. Each launch of attention is recorded
 # with enough thread blocks for it, however short the texts of a step are.
@@ -47,16 +51,30 @@ class DecodeInputs(NamedTuple):
         positions: [num_rows].
         slot_mapping: [num_rows].
         block_table: [num_rows, max_num_blocks].
+        window_slot_mapping: Of the layers with a window, if their blocks are apart.
+        window_block_table: The same.
+        state_slots: [num_rows], if a layer keeps states.
     """
 
     input_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
     block_table: Tensor
+    window_slot_mapping: Tensor | None = None
+    window_block_table: Tensor | None = None
+    state_slots: Tensor | None = None
+
+
+class DecodePages(NamedTuple):
+    """A pool of blocks, as a decode step sees it."""
+
+    layers: Sequence[Tensor]
+    slot_mapping: Tensor
+    attention: Any  # a `PaddedAttention`, or one like it
 
 
 class DecodeContext:
-    """Attention of one query for each request: a `PagedContext` without groups."""
+    """One query for each request: a `PagedContext` without groups."""
 
     def __init__(
         self,
@@ -65,6 +83,8 @@ class DecodeContext:
         slot_mapping: Tensor,
         reshape_and_cache: Callable[..., None],
         attention: Any,
+        window: DecodePages | None = None,
+        recurrent: RecurrentPass | None = None,
     ) -> None:
         """Prepare what all layers share.
 
@@ -74,19 +94,34 @@ class DecodeContext:
             slot_mapping: [num_rows].
             reshape_and_cache: The op.
             attention: A `PaddedAttention`, or one like it.
+            window: Of the layers with a window, if their blocks are apart.
+            recurrent: What keeps the states.
         """
         self.spec = spec
-        self.layers = layers
-        self.slot_mapping = slot_mapping
+        self.pages = [DecodePages(layers, slot_mapping, attention)]
+        if window is not None:
+            self.pages.append(window)
+        self.homes = cache_places(spec, window is not None)
         self.reshape_and_cache = reshape_and_cache
-        self.attention = attention
+        self.recurrent = recurrent
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put the new keys and values into their slots, then let all queries look."""
-        kv_cache = self.layers[layer]
-        self.reshape_and_cache(k, v, kv_cache, self.slot_mapping)
+        is_apart, index = self.homes[layer]
+        layers, slot_mapping, attention = self.pages[is_apart]
+        self.reshape_and_cache(k, v, layers[index], slot_mapping)
         sight = self.spec.attention_scale, self.spec.window_of(layer)
-        return self.attention.attend(q, kv_cache, *sight)
+        return attention.attend(q, layers[index], *sight)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve the new token of each request, behind those in its slot."""
+        assert self.recurrent is not None
+        return self.recurrent.convolve(layer, x, weight)
+
+    def mix(self, layer: int, *rows: Tensor) -> Tensor:
+        """Run the delta rule over the new token of each request."""
+        assert self.recurrent is not None
+        return self.recurrent.mix(layer, *rows)
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -107,6 +142,8 @@ class DecodeGraphs:
         pad_block: int,
         block_size: int,
         device: torch.device,
+        pad_window_block: int | None = None,
+        pad_state: int | None = None,
     ) -> None:
         """Record all sizes, the largest first: its memory is enough for the others.
 
@@ -118,52 +155,91 @@ class DecodeGraphs:
             pad_block: The block that padding uses.
             block_size: Token slots in a block.
             device: Where decode computes.
+            pad_window_block: As pad_block, if blocks of windows are apart.
+            pad_state: The slot for the states of padding, if a layer keeps states.
         """
         self.sizes = bucket_sizes(max_rows)
         self.max_num_blocks = max_num_blocks
-        self.pad_block = pad_block
-        self.pad_slot = pad_block * block_size
+        self.pad_block, self.pad_slot = pad_block, pad_block * block_size
+        self.pad_window_block, self.pad_window_slot = pad_window_block, 0
+        if pad_window_block is not None:
+            self.pad_window_slot = pad_window_block * block_size
+        self.pad_state = pad_state
         # What recordings read: always this memory, with the numbers of each step.
         self.memory = torch.zeros(
-            max_rows * (3 + max_num_blocks), dtype=torch.int64, device=device
+            max_rows * self.width, dtype=torch.int64, device=device
         )
-        no_rows = np.empty((3, 0), np.int64), np.empty((0, 1), np.int64)
+        no_numbers = np.empty((len(self.pad_numbers), 0), np.int64)
+        no_tables = [np.empty((0, 1), np.int64) for _ in self.pad_blocks]
         self.replays: dict[int, Function] = {}
         for size in reversed(self.sizes):
-            padding = torch.from_numpy(self.padded(size, *no_rows)).to(device)
+            padding = torch.from_numpy(self.padded(size, no_numbers, no_tables))
+            padding = padding.to(device)
             self.memory.narrow(0, 0, len(padding)).copy_(padding)
             self.replays[size] = record(partial(decode, self.views(size)))
 
+    @property
+    def pad_blocks(self) -> list[int]:
+        """What padding has in its tables: of all tokens, and of windows if apart."""
+        blocks = (self.pad_block, self.pad_window_block)
+        return [block for block in blocks if block is not None]
+
+    @property
+    def pad_numbers(self) -> list[int]:
+        """What else padding has, in the order of `padded`."""
+        numbers = [0, 0, self.pad_slot]
+        if self.pad_window_block is not None:
+            numbers.append(self.pad_window_slot)
+        return numbers if self.pad_state is None else [*numbers, self.pad_state]
+
+    @property
+    def width(self) -> int:
+        """How many numbers belong to a row."""
+        return len(self.pad_numbers) + len(self.pad_blocks) * self.max_num_blocks
+
     def views(self, size: int) -> DecodeInputs:
         """Return the inputs of a size: one behind another in the memory."""
-        lengths = [size, size, size, size * self.max_num_blocks]
-        used = self.memory.narrow(0, 0, sum(lengths))
-        *rows, block_table = used.split(lengths)
-        return DecodeInputs(*rows, block_table.view(size, -1))
+        num_tables = len(self.pad_blocks)
+        lengths = [size] * len(self.pad_numbers)
+        lengths += [size * self.max_num_blocks] * num_tables
+        used = self.memory.narrow(0, 0, sum(lengths)).split(lengths)
+        tables = [x.view(size, -1) for x in used[-num_tables:]]
+        numbers = list(used[:-num_tables])
+        state_slots = None if self.pad_state is None else numbers.pop()
+        window_slots = [*numbers, None][3]
+        return DecodeInputs(
+            *numbers[:3], tables[0], window_slots, [*tables, None][1], state_slots
+        )
 
     def padded(
-        self, size: int, numbers: np.ndarray, block_table: np.ndarray
+        self, size: int, numbers: np.ndarray, block_tables: Sequence[np.ndarray]
     ) -> np.ndarray:
         """Lay out the inputs of a size, with padding behind the rows of requests.
 
         Args:
             size: In rows.
-            numbers: input_ids, positions and slot_mapping, [3, num_rows].
-            block_table: -1 where a request has no more, [num_rows, num_blocks].
+            numbers: One line each of input_ids, positions, slot_mapping, and where
+                there are some, window_slot_mapping and state_slots, [..., num_rows].
+            block_tables: -1 where a request has no block, [num_rows, num_blocks];
+                of all tokens, and of windows if they are apart.
 
         Returns:
             The numbers of `views(size)`, one behind another, int64.
         """
-        num_rows, num_blocks = block_table.shape
-        rows = np.zeros((3, size), dtype=np.int64)
-        rows[2] = self.pad_slot
+        num_rows = numbers.shape[1]
+        rows = np.repeat(np.array(self.pad_numbers)[:, np.newaxis], size, axis=1)
         rows[:, :num_rows] = numbers
-        table = np.full((size, self.max_num_blocks), self.pad_block, dtype=np.int64)
-        # What may be gathered and masked is a request's own (0 * NaN would be NaN).
-        first = block_table[:, :1]
-        table[:num_rows] = first
-        table[:num_rows, :num_blocks] = np.where(block_table < 0, first, block_table)
-        return np.concatenate([rows.ravel(), table.ravel()])
+        tables = []
+        for pad_block, block_table in zip(self.pad_blocks, block_tables, strict=True):
+            table = np.full((size, self.max_num_blocks), pad_block, dtype=np.int64)
+            if num_rows:
+                # What may be gathered and masked is a request's own (0 * NaN would be
+                # NaN).
+                own = filled(block_table)
+                table[:num_rows] = own[:, :1]
+                table[:num_rows, : own.shape[1]] = own
+            tables.append(table)
+        return np.concatenate([rows.ravel(), *(table.ravel() for table in tables)])
 
     def can_replay(self, batch: Batch) -> bool:
         """Whether each row is the last token of a request, and all of them fit."""
@@ -174,13 +250,19 @@ class DecodeGraphs:
             and np.array_equal(batch.logits_indices, np.arange(num_rows))
         )
 
-    def inputs(self, batch: Batch) -> np.ndarray:
+    def inputs(self, batch: Batch, state_slots: np.ndarray | None = None) -> np.ndarray:
         """Return what `replay` needs on the device: see `padded`."""
         num_rows = len(batch.input_ids)
         size = next(size for size in self.sizes if size >= num_rows)
         metadata = batch.attention
-        numbers = np.stack([batch.input_ids, batch.positions, metadata.slot_mapping])
-        return self.padded(size, numbers, metadata.block_table)
+        numbers = [batch.input_ids, batch.positions, metadata.slot_mapping]
+        tables = [metadata.block_table]
+        if metadata.window is not None:
+            numbers.append(metadata.window.slot_mapping)
+            tables.append(metadata.window.block_table)
+        if state_slots is not None:
+            numbers.append(state_slots)
+        return self.padded(size, np.stack(numbers), tables)
 
     def replay(self, inputs: Tensor, num_rows: int) -> Tensor:
         """Return the scores of the next tokens, until the next call overwrites them.
@@ -193,7 +275,7 @@ class DecodeGraphs:
             [num_rows, vocab_size].
         """
         self.memory.narrow(0, 0, len(inputs)).copy_(inputs)
-        size = len(inputs) // (3 + self.max_num_blocks)
+        size = len(inputs) // self.width
         return self.replays[size]().narrow(0, 0, num_rows)
 
 

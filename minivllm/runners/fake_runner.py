@@ -6,7 +6,8 @@ laboratory for policies, and the tests that need thousands of steps.
 
 Called by the engine. Needs neither weights nor an array library.
 
-Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers".
+Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers";
+    chapter 8, "Hybrid attention".
 """
 
 import math
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from minivllm.request import ModelOutput, Request, SchedulerOutput, TokenLogprobs
+from minivllm.runners.base import CacheLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,3 +131,5 @@ class FakeRunner:
         logprob = -math.log(self.vocab_size)
         best = range(min(num_best, self.vocab_size))
         return {i: (logprob, 1 + i) for i in (token_id, *best)}
+
+    layout = CacheLayout()  # set another one to try the books of a hybrid model

@@ -12,12 +12,13 @@ Called by the engine.
 In vLLM: vllm/v1/worker/gpu_model_runner.py (GPUModelRunner).
 Source: appendix A6, "The torch runner"; appendix A14, "One prompt, many answers";
     appendix A21, "CUDA graphs"; appendix A24, "Windows"; appendix A25, "Experts in the
-    engine".
+    engine"; appendix A28, "Delta nets in torch".
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,13 @@ from minivllm.errors import ConfigError
 from minivllm.models.context import first_key_of
 from minivllm.models.decoder import Decoder
 from minivllm.models.expert_counts import ExpertCounts
+from minivllm.models.gated_delta_net import (
+    DeltaOps,
+    RecurrentPass,
+    RecurrentStates,
+    TextRows,
+    choose_delta_ops,
+)
 from minivllm.models.layers import causal_mask
 from minivllm.models.merged import MergedDecoder
 from minivllm.models.spec import ModelSpec
@@ -41,14 +49,17 @@ from minivllm.runners.attention_groups import (
     group_queries,
 )
 from minivllm.runners.attention_metadata import AttentionMetadata, make_batch
+from minivllm.runners.base import CacheLayout
 from minivllm.runners.cuda_graphs import (
     MAX_GRAPH_LEN,
     DecodeContext,
     DecodeGraphs,
     DecodeInputs,
+    DecodePages,
     Function,
     GraphRecorder,
 )
+from minivllm.runners.kv_cache import cache_places, plain_layout
 from minivllm.runners.logprob_rows import (
     MAX_ROWS,
     LogprobRows,
@@ -151,6 +162,11 @@ class RunnerOps:
         chosen = [choice.backend.implementation for choice in self.choices.values()]
         self.reshape_and_cache, self.attention_of_one, *chosen = chosen
         self.attention_of_many, self.argmax, self.draw = chosen
+        if spec.delta_net is not None:
+            choices = choose_delta_ops(spec.delta_net, kv_cache)
+            self.choices |= choices
+            for op, choice in choices.items():
+                setattr(self, op, choice.backend.implementation)
 
     @property
     def max_ragged(self) -> int:
@@ -167,9 +183,14 @@ class RunnerOps:
         make = self.attention_of_one if is_one else self.attention_of_many
         return make(rows, positions, block_table, kv_cache, self.group_size)
 
+    @property
+    def delta_ops(self) -> DeltaOps:
+        """The ops of delta nets, in a model that has some."""
+        return DeltaOps(*(getattr(self, op) for op in DeltaOps._fields))
+
 
 class PagedContext:
-    """Attention over a flat batch, with the keys and values in blocks."""
+    """Attention over a flat batch with keys and values in blocks; states in slots."""
 
     def __init__(
         self,
@@ -179,6 +200,8 @@ class PagedContext:
         slot_mapping: Tensor,
         groups: Sequence[AttentionGroup],
         grouping: Sequence[Tensor],
+        window: tuple[Tensor, Tensor] | None = None,
+        recurrent: RecurrentPass | None = None,
     ) -> None:
         """Prepare what all layers share.
 
@@ -189,37 +212,56 @@ class PagedContext:
             slot_mapping: [num_tokens].
             groups: From `group_queries`.
             grouping: On the device: the places from `group_queries`, then rows,
-                positions and block_table of each group.
+                positions and all block tables of each group.
+            window: kv_cache and slot_mapping of the layers with a window, if apart.
+            recurrent: What keeps the states.
         """
         self.spec = spec
         self.reshape_and_cache = ops.reshape_and_cache
-        self.layers = kv_cache.unbind()
-        self.slot_mapping = slot_mapping
+        self.recurrent = recurrent
+        self.pages = [Pages(kv_cache.unbind(), slot_mapping)]
+        if window is not None:
+            self.pages.append(Pages(window[0].unbind(), window[1]))
+        self.homes = cache_places(spec, window is not None)
         self.places, *tensors = grouping
         self.fresh: list[FreshPieces] = []
-        self.cached: list[Any] = []
+        num = 2 + len(self.pages)
         for i, group in enumerate(groups):
-            rows, positions, block_table = tensors[3 * i : 3 * i + 3]
+            rows, positions, *tables = tensors[num * i : num * i + num]
             if group.is_fresh:
                 self.fresh.append(FreshPieces(group, rows))
-            else:
-                attention = ops.attention(rows, positions, block_table, self.layers[0])
-                self.cached.append(attention)
+                continue
+            for pages, table in zip(self.pages, tables, strict=True):
+                if pages.layers:
+                    attention = ops.attention(rows, positions, table, pages.layers[0])
+                    pages.cached.append(attention)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put the new keys and values into their slots, then let all queries look.
 
         In this order: a request may share blocks that another fills in this step.
         """
-        kv_cache = self.layers[layer]
-        self.reshape_and_cache(k, v, kv_cache, self.slot_mapping)
+        is_apart, index = self.homes[layer]
+        pages = self.pages[is_apart]
+        kv_cache = pages.layers[index]
+        self.reshape_and_cache(k, v, kv_cache, pages.slot_mapping)
         sight = self.spec.attention_scale, self.spec.window_of(layer)
         mixed = [pieces.attend(q, k, v, *sight) for pieces in self.fresh]
-        mixed += [pieces.attend(q, kv_cache, *sight) for pieces in self.cached]
+        mixed += [pieces.attend(q, kv_cache, *sight) for pieces in pages.cached]
         if not self.places.numel():
             return mixed[0]
         whole = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
         return whole.index_select(0, self.places)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve the new tokens of each request, behind those in its slot."""
+        assert self.recurrent is not None
+        return self.recurrent.convolve(layer, x, weight)
+
+    def mix(self, layer: int, *rows: Tensor) -> Tensor:
+        """Run the delta rule over the new tokens of each request."""
+        assert self.recurrent is not None
+        return self.recurrent.mix(layer, *rows)
 
 
 class TorchRunner:
@@ -236,6 +278,7 @@ class TorchRunner:
         block_size: int,
         max_model_len: int,
         vocab_size: int | None = None,
+        layout: CacheLayout | None = None,
     ) -> None:
         """Take over a model and reserve the cache.
 
@@ -247,6 +290,8 @@ class TorchRunner:
             max_model_len: Tokens that a request may have.
             vocab_size: Token ids that the tokenizer knows, if fewer than the model
                 scores; the others are never sampled.
+            layout: What there is beside these blocks; by default the plainest that the
+                model can do with.
         """
         spec = decoder.spec
         device = decoder.embed_tokens.weight.device
@@ -262,15 +307,24 @@ class TorchRunner:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size or spec.vocab_size
+        self.layout = layout = layout or plain_layout(spec)
         weight = decoder.embed_tokens.weight
         self.device = weight.device
-        kv_heads = (spec.num_kv_heads, spec.head_dim)
+        memory = {"dtype": weight.dtype, "device": weight.device}
+        block = (block_size, spec.num_kv_heads, spec.head_dim)
+        places = cache_places(spec, layout.num_window_blocks > 0).values()
+        num_apart = sum(is_apart for is_apart, _ in places)
         # Not filled: on the CPU, memory is taken as blocks are first written.
-        self.kv_cache = torch.empty(
-            (spec.num_layers, 2, num_blocks, block_size, *kv_heads),
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        shape = (len(places) - num_apart, 2, num_blocks, *block)
+        self.kv_cache = torch.empty(shape, **memory)
+        self.window_cache: Tensor | None = None
+        if layout.num_window_blocks:
+            shape = (num_apart, 2, layout.num_window_blocks, *block)
+            self.window_cache = torch.empty(shape, **memory)
+        self.states: RecurrentStates | None = None
+        if spec.delta_net is not None:
+            num_slots = layout.num_states + layout.num_kept_states
+            self.states = RecurrentStates(spec.delta_net, num_slots, **memory)
         self.ops = RunnerOps(spec, self.kv_cache)
         self.sampling = SamplingState(self.vocab_size)
 
@@ -303,57 +357,82 @@ class TorchRunner:
         answers = answer_rows(requests, self.vocab_size)
         prompts = prompt_rows(step, metadata.query_start_loc, self.vocab_size)
         graphs = self.graphs if self.graphs and self.graphs.can_replay(batch) else None
-        groups, places = [], np.empty(0, dtype=np.int64)
-        if graphs is None:
-            groups, places = group_queries(metadata, self.ops.max_ragged)
-        inputs = [batch.input_ids, batch.positions, metadata.slot_mapping]
-        inputs += [begun_blocks(metadata), batch.logits_indices, places]
-        block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2)
-        inputs += [block_copies[:, 0], block_copies[:, 1]]
-        inputs += [np.array(x, dtype=np.int64) for x in (answers.rows, prompts.rows)]
-        inputs.append(np.array(prompts.token_ids, dtype=np.int64))
-        num_plain = len(inputs)
-        inputs += sampling.arrays()
-        num_sampling = len(inputs)
-        for group in groups:
-            inputs += [group.rows, group.positions, group.block_table]
+        slots = [step.state_slots[r.request_id] for r in step.requests if self.states]
+        parcels: dict[str, list[np.ndarray]] = {
+            "batch": [batch.input_ids, batch.positions, batch.logits_indices],
+            "pages": self._pages(metadata, step.block_copies),
+            "answers": [np.array(answers.rows, dtype=np.int64)],
+            "prompts": [
+                np.array(x, np.int64) for x in (prompts.rows, prompts.token_ids)
+            ],
+            "sampling": sampling.arrays(),
+        }
+        if metadata.window is not None:
+            parcels["window"] = self._pages(metadata.window, step.window_block_copies)
+        texts = TextRows(slots, np.diff(metadata.query_start_loc)) if slots else None
+        if texts is not None:
+            is_new = [request.num_computed_tokens == 0 for request in step.requests]
+            parcels["loads"] = columns_of(step.state_loads)
+            parcels["new"] = [texts.slots[np.array(is_new)]]
+            parcels["saves"] = columns_of(step.state_saves)
+        groups: list[AttentionGroup] = []
         if graphs is not None:
-            inputs.append(graphs.inputs(batch))
-        tensors = to_device(inputs, self.device)
-        input_ids, positions, slot_mapping, begun, logits_indices = tensors[:5]
-        places, sources, copies, answer_rows_, *prompt_tensors = tensors[5:num_plain]
-        sampling = sampling.on(tensors[num_plain:num_sampling])
-        grouping = [places, *tensors[num_sampling:]]
-
-        if copies.numel():  # before anything is written
-            blocks = self.kv_cache.index_select(2, sources)
-            self.kv_cache.index_copy_(2, copies, blocks)
-        if begun.numel():
-            self.kv_cache.index_fill_(2, begun, 0)
-        launched = Launched(requests, answers)
-        if graphs is not None:
-            logits = graphs.replay(tensors[-1], len(requests))
+            parcels["graph"] = [graphs.inputs(batch, texts.slots if texts else None)]
         else:
+            places = np.empty(0, dtype=np.int64)
+            if self.window_cache is not None or len(self.kv_cache):
+                groups, places = group_queries(metadata, self.ops.max_ragged)
+            parcels["grouping"] = [places]
+            for group in groups:
+                tables = [group.block_table, group.window_block_table]
+                parcels["grouping"] += [group.rows, group.positions]
+                parcels["grouping"] += [table for table in tables if table is not None]
+            parcels["texts"] = texts.arrays() if texts else []
+        sent = send(parcels, self.device)
+
+        self._prepare_blocks(self.kv_cache, *sent["pages"][1:])
+        if self.window_cache is not None:
+            self._prepare_blocks(self.window_cache, *sent["window"][1:])
+        if self.states is not None:
+            self.states.copy(*sent["loads"])
+            self.states.clear(*sent["new"])
+        launched = Launched(requests, answers)
+        input_ids, positions, logits_indices = sent["batch"]
+        if graphs is not None:
+            logits = graphs.replay(sent["graph"][0], len(requests))
+        else:
+            window = recurrent = None
+            if self.window_cache is not None:
+                window = self.window_cache, sent["window"][0]
+            if self.states is not None and texts is not None:
+                ops = self.ops.delta_ops
+                recurrent = RecurrentPass(self.states, texts, sent["texts"], ops)
             context = PagedContext(
                 self.decoder.spec,
                 self.ops,
                 self.kv_cache,
-                slot_mapping,
+                sent["pages"][0],
                 groups,
-                grouping,
+                sent["grouping"],
+                window,
+                recurrent,
             )
             hidden_states = self.decoder.forward(input_ids, positions, context)
             launched.prompts = self._prompt_logprobs(
-                hidden_states, prompts, *prompt_tensors
+                hidden_states, prompts, *sent["prompts"]
             )
+        if self.states is not None:
+            self.states.copy(*sent["saves"])
         if requests:
             if graphs is None:
                 logits = self._logits(hidden_states.index_select(0, logits_indices))
+            sampling = sampling.on(sent["sampling"])
             launched.results, launched.errors = self._sample(logits, requests, sampling)
             if answers.rows:
+                (rows,) = sent["answers"]
                 launched.answer_logprobs = logprobs_of(
-                    logits.index_select(0, answer_rows_),
-                    launched.results.select(0, 0).index_select(0, answer_rows_).long(),
+                    logits.index_select(0, rows),
+                    launched.results.select(0, 0).index_select(0, rows).long(),
                     answers.max_best,
                 )
         return launched
@@ -362,9 +441,25 @@ class TorchRunner:
         """Seconds on the machine's clock."""
         return time.perf_counter()
 
+    def _pages(
+        self, metadata: AttentionMetadata, copies: Sequence[tuple[int, int]]
+    ) -> list[np.ndarray]:
+        """Return the slots of new tokens, the blocks they begin, and what is copied."""
+        return [metadata.slot_mapping, begun_blocks(metadata), *columns_of(copies)]
+
+    def _prepare_blocks(
+        self, kv_cache: Tensor, begun: Tensor, sources: Tensor, copies: Tensor
+    ) -> None:
+        """Copy blocks, before anything is written, and fill others with zeros."""
+        if copies.numel():
+            kv_cache.index_copy_(2, copies, kv_cache.index_select(2, sources))
+        if begun.numel():
+            kv_cache.index_fill_(2, begun, 0)
+
     def close(self) -> None:
-        """Give back the memory of model, cache and graphs."""
+        """Give back the memory of model, caches and graphs."""
         self.decoder = self.kv_cache = self.graphs = None
+        self.window_cache = self.states = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -410,7 +505,8 @@ class TorchRunner:
     ) -> None:
         """Record decode steps; to be called once, before the first step.
 
-        The last block of the cache is kept for padding: the engine has one fewer.
+        The last block of each pool and the last slot of the states are kept for
+        padding: the engine has one fewer.
 
         Args:
             max_rows: Requests of the largest step to record.
@@ -421,6 +517,17 @@ class TorchRunner:
         """
         self.num_blocks -= 1
         self.kv_cache.select(2, self.num_blocks).zero_()
+        padding: dict[str, int] = {}
+        layout = self.layout
+        if self.window_cache is not None:
+            last = padding["pad_window_block"] = layout.num_window_blocks - 1
+            self.window_cache.select(2, last).zero_()
+            layout = replace(layout, num_window_blocks=last)
+        if self.states is not None:
+            padding["pad_state"] = self.states.conv.shape[1] - 1
+            kind = "num_kept_states" if layout.num_kept_states else "num_states"
+            layout = replace(layout, **{kind: getattr(layout, kind) - 1})
+        self.layout = layout
         longest = min(self.max_model_len, MAX_GRAPH_LEN)
         try:
             self.graphs = DecodeGraphs(
@@ -431,6 +538,7 @@ class TorchRunner:
                 pad_block=self.num_blocks,
                 block_size=self.block_size,
                 device=self.device,
+                **padding,
             )
         except RuntimeError as error:
             raise ConfigError(
@@ -440,15 +548,33 @@ class TorchRunner:
 
     def _decode(self, inputs: DecodeInputs) -> Tensor:
         """Score the next token of each request: what is recorded."""
-        layers = self.kv_cache.unbind()
-        rows = torch.arange(len(inputs.input_ids), device=self.device)
-        tables = (rows.unsqueeze(1), inputs.positions.unsqueeze(1), inputs.block_table)
+        num_rows = len(inputs.input_ids)
+        rows = torch.arange(num_rows, device=self.device).unsqueeze(1)
+        positions = inputs.positions.unsqueeze(1)
+
+        def pages(kv_cache: Tensor, slots: Tensor, table: Tensor) -> DecodePages:
+            layers, attention = kv_cache.unbind(), None
+            if layers:
+                attention = self.ops.attention(rows, positions, table, layers[0])
+            return DecodePages(layers, slots, attention)
+
+        window = recurrent = None
+        if self.window_cache is not None:
+            numbers = inputs.window_slot_mapping, inputs.window_block_table
+            window = pages(self.window_cache, *numbers)
+        if self.states is not None:
+            recurrent = self._decode_states(inputs.state_slots)
+        layers, slots, attention = pages(
+            self.kv_cache, inputs.slot_mapping, inputs.block_table
+        )
         context = DecodeContext(
             self.decoder.spec,
             layers,
-            inputs.slot_mapping,
+            slots,
             self.ops.reshape_and_cache,
-            self.ops.attention(*tables, layers[0]),
+            attention,
+            window,
+            recurrent,
         )
         hidden_states = self.decoder.forward(
             inputs.input_ids, inputs.positions, context
@@ -463,6 +589,14 @@ class TorchRunner:
         """
         self.expert_counts = self.decoder.count_experts()
         self.graphs = None  # they would not count, and padding would be counted
+
+    def _decode_states(self, slots: Tensor) -> RecurrentPass:
+        """Return the states for a token of each text, in slots that change."""
+        texts = TextRows(range(len(slots)), [1] * len(slots))
+        starts = torch.arange(len(slots) + 1, device=self.device)
+        nothing = starts.narrow(0, 0, 0)
+        tensors = [slots, starts, slots, nothing, nothing, nothing]
+        return RecurrentPass(self.states, texts, tensors, self.ops.delta_ops)
 
 
 @torch.inference_mode()
@@ -523,16 +657,25 @@ class Launched:
 def graph_cuda_bytes(
     decoder: MergedDecoder, max_rows: int, block_size: int, max_model_len: int
 ) -> int:
-    """Return how much memory of a GPU the graphs take, with the block for padding.
+    """Return how much memory of a GPU the graphs take, with what is for padding.
 
     A part of it is the driver's, so nobody can tell beforehand: they are recorded for
-    a cache of one block, and given back.
+    caches of one block and one state, and given back.
     """
     device = decoder.embed_tokens.weight.device
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
+    window = decoder.spec.max_window
     runner = TorchRunner(
-        decoder, num_blocks=1, block_size=block_size, max_model_len=max_model_len
+        decoder,
+        num_blocks=1,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        layout=CacheLayout(
+            window=window,
+            num_window_blocks=int(window is not None),
+            num_kept_states=int(decoder.spec.delta_net is not None),
+        ),
     )
     runner.capture_graphs(max_rows)
     torch.cuda.synchronize(device)
@@ -540,3 +683,32 @@ def graph_cuda_bytes(
     needed = free - torch.cuda.mem_get_info(device)[0]
     runner.close()
     return needed
+
+
+@dataclass(slots=True)
+class Pages:
+    """A pool of blocks, as a step sees it.
+
+    Attributes:
+        layers: The cache of each of its layers.
+        slot_mapping: [num_tokens].
+        cached: What attends, for each group that reads from the pool.
+    """
+
+    layers: Sequence[Tensor]
+    slot_mapping: Tensor
+    cached: list[Any] = field(default_factory=list)
+
+
+def send(
+    parcels: Mapping[str, Sequence[np.ndarray]], device: torch.device
+) -> dict[str, list[Tensor]]:
+    """Copy lists of arrays to a device, all in one transfer."""
+    arrays = [array for parcel in parcels.values() for array in parcel]
+    tensors = iter(to_device(arrays, device))
+    return {name: list(islice(tensors, len(parcels[name]))) for name in parcels}
+
+
+def columns_of(pairs: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+    """Return what is copied, and where to, int64."""
+    return list(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)

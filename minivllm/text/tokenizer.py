@@ -254,6 +254,8 @@ class Tokenizer:
         an added token without a row, such as the one for images of a model that sees
         none, unless it is BOS or EOS; a prompt that holds it is refused.
         """
+        if num_rows >= self.vocab_size:
+            return  # without another walk over all tokens
         added = self._backend.get_added_tokens_decoder().keys()
         needed = set(self._backend.get_vocab().values()) - added
         needed |= {self._id_of("bos_token"), self._id_of("eos_token")} - {None}
@@ -344,7 +346,15 @@ class Tokenizer:
             )
         if not kwargs:
             return {}
-        template = self._choose_template(has_tools=bool(kwargs.get("tools")))
+        tools = kwargs.get("tools") or []
+        if not isinstance(tools, list) or not all(
+            isinstance(t, Mapping) for t in tools
+        ):
+            raise RequestError(
+                f"tools in chat_template_kwargs is {tools!r:.80}, but must be a list "
+                'of dictionaries such as {"type": "function", "function": {...}}'
+            )
+        template = self._choose_template(has_tools=bool(tools))
         known = variables_of(template)
         for name in kwargs:
             if name in known:

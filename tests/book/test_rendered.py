@@ -355,6 +355,7 @@ def test_some_printed_columns_are_recognised(articles: dict[str, Tag]) -> None:
 UNREACHABLE = """
 [...document.querySelectorAll(".bd-article div.math")].filter(box => {
   const { overflowX } = getComputedStyle(box);
+  box.scrollLeft = 0;
   const formula = box.querySelector("mjx-container svg").getBoundingClientRect();
   const frame = box.getBoundingClientRect();
   box.scrollLeft = 1e6;

@@ -27,7 +27,13 @@ from minivllm.reference.attention import attention_weights, softmax
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
-HEADERS = ["common.cuh", "reduce.cuh", "activations.cuh", "tokens.cuh"]
+HEADERS = [
+    "common.cuh",
+    "reduce.cuh",
+    "activations.cuh",
+    "tokens.cuh",
+    "delta_rule.cuh",
+]
 DTYPES = ["float32", "float16", "bfloat16"]
 # The emulator's orders of the threads, with a seed.
 ORDERS = [

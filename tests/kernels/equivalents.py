@@ -295,3 +295,40 @@ EQUIVALENT |= {
         "float> sums[HEIGHT * SIDE];",
     ],
 }
+
+# Of the kernels of delta nets.
+DELTA_NET = {
+    "no number of a block is as large as those behind the last text": [
+        "causal_conv1d.cu text_of: int low = 0, high = num_texts + 1;",
+        "causal_conv1d.cu text_of: int low = 0, high = num_texts - 0;",
+    ],
+    "halving asks for another text, and ends at the same": [
+        "causal_conv1d.cu text_of: const int middle = (low + high + 2) / 2;",
+    ],
+    "a part without columns stores nothing": [
+        "delta_rule.cuh find: return first <= value_head_dim;",
+    ],
+    "there is no such row": [
+        "delta_rule.cuh store: for (int i = 0; i <= ROWS; i++)",
+    ],
+    "a column that there is not is not stored": [
+        "delta_rule.cuh step: "
+        "const float value = is_there ? to_float(v[column + j]) : 1.0f;",
+        "chunked_delta_rule.cu chunked_delta_rule_v2: const float value = "
+        "is_there ? to_float(values[column]) : 1.0f;",
+    ],
+    "all teams have the same number": [
+        "delta_rule.cuh step: if (is_there && row == 1) "
+        "head.out_of(token)[column + j] = from_float<T>(read);",
+        "chunked_delta_rule.cu chunked_delta_rule_v2: if (is_there && part.row == 1)",
+    ],
+    "chunks of another size do the same": [
+        "chunked_delta_rule.cu CHUNK: constexpr int CHUNK = 17, THREADS = 128;",
+        "chunked_delta_rule.cu CHUNK: constexpr int CHUNK = 15, THREADS = 128;",
+    ],
+    "a chunk without tokens changes nothing": [
+        "chunked_delta_rule.cu chunked_delta_rule_v2: for (int first = "
+        "query_start_loc[blockIdx.x]; first <= end; first += CHUNK) {",
+    ],
+}
+EQUIVALENT |= DELTA_NET

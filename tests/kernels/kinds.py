@@ -4,6 +4,7 @@ from itertools import chain
 from typing import Any
 
 from tests.kernels.cases import ORDERS, AttentionCase, Case, NormCase, SoftmaxCase
+from tests.kernels.delta_net_cases import ChunkedCase, ConvCase, RecurrentCase
 from tests.kernels.layer_cases import (
     ActivationCase,
     CacheCase,
@@ -42,6 +43,9 @@ KINDS: list[type[Case]] = [
     TileCase,
     TensorTileCase,
     CombineCase,
+    ConvCase,
+    RecurrentCase,
+    ChunkedCase,
 ]
 RUNGS = [(kind, version) for kind in KINDS for version in kind.versions]
 FILES = list(dict.fromkeys(kind.file for kind in KINDS))

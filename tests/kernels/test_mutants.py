@@ -26,7 +26,7 @@ SOURCES = [*HEADERS, *FILES]
 MUTANTS = [mutant for file in SOURCES for mutant in mutants_of(file)]
 REASONS = {name: why for why, names in EQUIVALENT.items() for name in names}
 # Of the files of each module of cases; a second each.
-NUM_SAMPLED = {"tests.kernels.cases": 64}
+NUM_SAMPLED = {"tests.kernels.cases": 64, "tests.kernels.delta_net_cases": 16}
 NUM_SAMPLED_ELSEWHERE = 32
 
 

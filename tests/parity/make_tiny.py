@@ -111,8 +111,13 @@ class TinyFamily:
     config: dict[str, Any]
     markers: Markers
     norm_center: float = 1.0
-    is_wrapped: bool = False
-    """Whether the decoder is the text part of a model that sees images, too."""
+    wrapper: dict[str, Any] | None = None
+    """The outer config, if the decoder is the text part of a model that sees, too."""
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether input and output share a matrix, if the config does not say."""
+        return self.markers is GEMMA_MARKERS
 
 
 GEMMA3 = {
@@ -123,6 +128,41 @@ GEMMA3 = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
+}
+QWEN3_5 = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 3,  # two delta nets, attention, one more delta net
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],  # of the four pairs
+        "mrope_interleaved": True,
+    },
+}
+QWEN3_5_EXPERTS = {
+    "intermediate_size": None,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+QWEN3_5_WRAPPER = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": SIZES["hidden_size"],
+        "num_position_embeddings": 4,
+    },
+    "image_token_id": SIZES["vocab_size"] - 1,
+    "video_token_id": SIZES["vocab_size"] - 1,
 }
 FAMILIES = {
     "llama": TinyFamily(
@@ -190,12 +230,49 @@ FAMILIES = {
         markers=GEMMA_MARKERS,
         norm_center=0.0,  # its norms multiply by 1 + weight
     ),
+    "qwen3_5": TinyFamily(
+        model="Qwen3_5ForCausalLM",
+        config=QWEN3_5,
+        markers=QWEN_MARKERS,
+        norm_center=0.0,
+    ),
+    "qwen3_5_moe": TinyFamily(
+        model="Qwen3_5MoeForCausalLM",
+        config=QWEN3_5 | QWEN3_5_EXPERTS,
+        markers=QWEN_MARKERS,
+        norm_center=0.0,
+    ),
     "gemma3_with_images": TinyFamily(
         model="Gemma3ForConditionalGeneration",
         config=GEMMA3,
         markers=GEMMA_MARKERS,
         norm_center=0.0,
-        is_wrapped=True,
+        wrapper={
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 8,
+            },
+            "mm_tokens_per_image": 4,
+            "image_token_index": SIZES["vocab_size"] - 1,
+        },
+    ),
+    "qwen3_5_with_images": TinyFamily(
+        model="Qwen3_5ForConditionalGeneration",
+        config=QWEN3_5,
+        markers=QWEN_MARKERS,
+        norm_center=0.0,
+        wrapper=QWEN3_5_WRAPPER,
+    ),
+    "qwen3_5_moe_with_images": TinyFamily(
+        model="Qwen3_5MoeForConditionalGeneration",
+        config=QWEN3_5 | QWEN3_5_EXPERTS,
+        markers=QWEN_MARKERS,
+        norm_center=0.0,
+        wrapper=QWEN3_5_WRAPPER,
     ),
 }
 
@@ -218,24 +295,14 @@ def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
         "pad_token_id": markers.id_of(markers.eos),
     }
     config_class = getattr(transformers, tiny.model).config_class
-    if not tiny.is_wrapped:
+    if tiny.wrapper is None:
         return config_class(**settings, **ids)
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-    }
     return config_class(
         text_config=settings | ids,
-        vision_config=vision,
-        mm_tokens_per_image=4,
-        image_token_index=SIZES["vocab_size"] - 1,
         # Only what the outer config says of these two counts.
-        tie_word_embeddings=settings.get("tie_word_embeddings", True),
+        tie_word_embeddings=settings.get("tie_word_embeddings", tiny.is_tied),
         **ids,
+        **tiny.wrapper,
     )
 
 
@@ -245,7 +312,9 @@ def redraw(model: PreTrainedModel, norm_center: float, seed: int) -> None:
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
+        if name.endswith("linear_attn.norm.weight"):
+            noise = 1 + 0.3 * noise  # plain, whatever the other norms of the model are
+        elif "norm" in name:
             noise = norm_center + 0.3 * noise
         elif parameter.ndim == 1:
             noise = 0.3 * noise

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
@@ -33,17 +34,21 @@ from minivllm.ops.registry import known_ops
 from minivllm.outputs import RequestOutput
 from minivllm.reference.decoder import NumpyDecoder
 from minivllm.request import SchedulerOutput
+from minivllm.runners.base import CacheLayout
 from minivllm.runners.numpy_runner import NumpyRunner
 from minivllm.runners.torch_runner import TorchRunner
 from minivllm.sampling.params import SamplingParams
+from minivllm.twin import replay
 from tests.engine_tools import make_request, run_all
 from tests.fake_cuda import IndexWithoutCuda
 from tests.parity.make_tiny import FAMILIES, WINDOW, make_config, make_tiny
 from tests.parity.tiny import relative_error
 
 TOLERANCE = 1e-5  # of the largest logit, float32; seen here: below 1e-6
-SEEN = 100 * TOLERANCE
-DECISIVE_GAP = 10 * TOLERANCE  # of two best logits; nearer ones could change places
+# A delta net normalises what it reads, however little that is, and so makes rounding
+# large. Against float64, `transformers` and our torch are off by up to 1.5e-5, and
+# NumPy in one case of a dozen by 3.7e-5.
+DELTA_NET_TOLERANCE = 1e-4
 NUM_NEW = 64
 LENGTHS = (3, 17, 40)
 # No two texts have a token in common, so that a token tells whose it is.
@@ -52,7 +57,8 @@ TEXTS = [
     for n, length in enumerate(LENGTHS)
 ]
 WAYS = ("numpy", "torch", "compiled")  # the last with whatever ops this machine has
-WRAPPED = "gemma3_with_images"  # its decoder is Gemma's: only its files are others
+# The decoders of these are those of other families: only their files are others.
+WRAPPED = [family for family in FAMILIES if FAMILIES[family].wrapper]
 # With these weights, greedy answers are long in coming back to what they have said.
 SEEDS = {
     "llama": 4,
@@ -61,6 +67,10 @@ SEEDS = {
     "qwen3_moe": 14,  # all experts have something to do, too
     "gemma3": 4,
     "gemma3_with_images": 1,
+    "qwen3_5": 0,
+    "qwen3_5_moe": 7,
+    "qwen3_5_with_images": 2,
+    "qwen3_5_moe_with_images": 0,
 }
 
 
@@ -107,6 +117,26 @@ class Tiny:
         """Our spec, without the weights."""
         return load_spec(self.folder)
 
+    @property
+    def tolerance(self) -> float:
+        """How far logits may be from those of `transformers`, relative."""
+        return DELTA_NET_TOLERANCE if self.spec.delta_net else TOLERANCE
+
+    @property
+    def seen(self) -> float:
+        """How far logits have to be from others, if a knob matters."""
+        return 100 * self.tolerance
+
+    @property
+    def decisive_gap(self) -> float:
+        """Between two best logits; nearer ones could change places."""
+        return 10 * self.tolerance
+
+    def assert_near(self, ours: np.ndarray, reference: np.ndarray) -> None:
+        assert ours.dtype == np.float32
+        assert ours.shape == reference.shape
+        assert relative_error(ours, reference) < self.tolerance
+
     def load(self, way: str, dtype: str = "float32") -> Any:
         """Load a decoder from the files."""
         backend = "numpy" if way == "numpy" else "torch"
@@ -122,10 +152,12 @@ class Tiny:
             self.decoders[way] = decoder
         return self.decoders[way]
 
-    def runner(self, way: str, **options: int) -> NumpyRunner | TorchRunner:
+    def runner(self, way: str, **options: Any) -> NumpyRunner | TorchRunner:
         """Make a runner with an empty cache."""
         kind = NumpyRunner if way == "numpy" else TorchRunner
         options = {"num_blocks": 100, "block_size": 4, "max_model_len": 128} | options
+        if self.spec.delta_net:
+            options["layout"] = CacheLayout(num_states=3, num_kept_states=3)
         with ops_of(way):
             return kind(self.decoder(way), **options)
 
@@ -141,7 +173,9 @@ def ops_of(way: str) -> Iterator[None]:
 
 @torch.inference_mode()
 def logits_of_reference(model, token_ids: Sequence[int]) -> np.ndarray:
-    return model(torch.tensor(token_ids)[None]).logits[0].float().numpy()
+    return (
+        model(torch.tensor(token_ids)[None], use_cache=False).logits[0].float().numpy()
+    )
 
 
 def logits_of(decoder, token_ids: Sequence[int]) -> np.ndarray:
@@ -214,17 +248,11 @@ def assert_greedy(
     assert list(answer) == logits.argmax(axis=-1).tolist()
     best = np.partition(logits, -2)[:, -2:]
     gap = (best[:, 1] - best[:, 0]).min() / np.abs(logits).max()
-    assert gap > DECISIVE_GAP, f"too close to call: {gap}"
+    assert gap > tiny.decisive_gap, f"too close to call: {gap}"
     assert len(set(answer)) >= 10, f"a text that repeats itself proves little: {answer}"
 
 
-def assert_near(ours: np.ndarray, reference: np.ndarray) -> None:
-    assert ours.dtype == np.float32
-    assert ours.shape == reference.shape
-    assert relative_error(ours, reference) < TOLERANCE
-
-
-@pytest.fixture(scope="module", params=[f for f in FAMILIES if f != WRAPPED])
+@pytest.fixture(scope="module", params=[f for f in FAMILIES if f not in WRAPPED])
 def tiny(request, tmp_path_factory) -> Tiny:
     family = request.param
     folder = tmp_path_factory.mktemp(family)
@@ -257,8 +285,8 @@ def straight(tmp_path_factory):
 def test_logits_equal_those_of_transformers(tiny, way):
     decoder = tiny.load(way)
     for text, expected in zip(TEXTS, tiny.expected, strict=True):
-        assert_near(logits_of(decoder, text), expected)
-        assert_near(decoder.next_token_logits(text), expected[-1])
+        tiny.assert_near(logits_of(decoder, text), expected)
+        tiny.assert_near(decoder.next_token_logits(text), expected[-1])
 
 
 @pytest.mark.parametrize("way", ["numpy", "torch"])
@@ -269,7 +297,7 @@ def test_a_text_grows_in_pieces_of_any_size(tiny, way):
         for start in range(0, len(text), size):
             piece = text[start : start + size]
             logits = decoder.extend(piece, context)
-            assert_near(logits, expected[start + len(piece) - 1])
+            tiny.assert_near(logits, expected[start + len(piece) - 1])
 
 
 @pytest.mark.parametrize("way", ["numpy", "torch"])
@@ -284,7 +312,7 @@ def test_a_prompt_in_chunks_of_every_size_has_the_same_logits(tiny, way):
     runner, text = tiny.runner(way), TEXTS[-1]
     for chunk in range(1, len(text) + 1):
         (logits,) = logits_in_chunks(runner, [text], chunk)
-        assert_near(logits, tiny.expected[-1])
+        tiny.assert_near(logits, tiny.expected[-1])
 
 
 def test_three_prompts_in_chunks_have_the_same_logits(tiny, way):
@@ -293,7 +321,7 @@ def test_three_prompts_in_chunks_have_the_same_logits(tiny, way):
         for logits, expected in zip(
             logits_in_chunks(runner, TEXTS, chunk), tiny.expected, strict=True
         ):
-            assert_near(logits, expected)
+            tiny.assert_near(logits, expected)
 
 
 SETTINGS = {
@@ -342,6 +370,15 @@ def test_the_folder_speaks(tiny, way):
     check_speech(tiny, way)
 
 
+def test_the_twin_says_what_the_engine_has_said(tiny):
+    with LLM(tiny.folder, backend="torch", dtype="float32", num_blocks=40) as llm:
+        assert ("states for requests" in repr(llm)) == bool(tiny.spec.delta_net)
+        assert ("blocks for windows" in repr(llm)) == bool(tiny.spec.windows)
+        outputs = llm.generate(TEXTS, greedy(16))
+    report = replay(outputs, tiny.folder, sampling_params=greedy(16))
+    assert (report.num_tokens, report.num_different) == (48, 0)
+
+
 # --- The same files, in all forms ---
 
 
@@ -353,21 +390,32 @@ def test_shards_of_16_bits_give_the_same_logits(tmp_path, family, dtype):
     tiny = Tiny(folder)
     assert tiny.spec.dtype == str(dtype).removeprefix("torch.")
     for way in ("numpy", "torch"):
-        assert_near(logits_of(tiny.load(way), TEXTS[-1]), tiny.expected[-1])
+        tiny.assert_near(logits_of(tiny.load(way), TEXTS[-1]), tiny.expected[-1])
 
 
-def test_the_text_part_of_a_model_that_sees_images_is_found(tmp_path):
-    tiny = Tiny(make_tiny(tmp_path, WRAPPED, seed=SEEDS[WRAPPED]))
+@pytest.mark.parametrize("family", WRAPPED)
+def test_the_text_part_of_a_model_that_sees_images_is_found(tmp_path, family):
+    tiny = Tiny(make_tiny(tmp_path, family, seed=SEEDS[family]))
     for way in ("numpy", "torch"):
-        assert_near(logits_of(tiny.load(way), TEXTS[-1]), tiny.expected[-1])
+        tiny.assert_near(logits_of(tiny.load(way), TEXTS[-1]), tiny.expected[-1])
     check_speech(tiny, "torch")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", WRAPPED])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", *WRAPPED])
 def test_the_names_that_transformers_has_in_memory_are_read_too(tmp_path, family):
     tiny = Tiny(make_tiny(tmp_path, family, save_original_format=False))
     for way in ("numpy", "torch"):
-        assert_near(logits_of(tiny.load(way), TEXTS[-1]), tiny.expected[-1])
+        tiny.assert_near(logits_of(tiny.load(way), TEXTS[-1]), tiny.expected[-1])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_with_images"])
+def test_what_guesses_several_tokens_at_once_is_left_out(tmp_path, family):
+    path = make_tiny(tmp_path, family) / "model.safetensors"
+    tensors = load_file(path)
+    extra = {f"mtp.{name}": torch.ones(3) for name in ("fc.weight", "norm.weight")}
+    save_file(tensors | extra, path, metadata={"format": "pt"})
+    tiny = Tiny(tmp_path)
+    tiny.assert_near(logits_of(tiny.load("torch"), TEXTS[-1]), tiny.expected[-1])
 
 
 def in_old_words(config: dict[str, Any]) -> dict[str, Any]:
@@ -378,10 +426,15 @@ def in_old_words(config: dict[str, Any]) -> dict[str, Any]:
         text["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     text["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        text["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     text["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if rope["rope_type"] == "yarn":
         rope["type"] = rope.pop("rope_type")
-    text.pop("layer_types", None)  # follow from max_window_layers, or from a pattern
+    # These follow from max_window_layers, or from a pattern.
+    types = text.pop("layer_types", [])
+    if "linear_attention" in types:
+        text["full_attention_interval"] = types.index("full_attention") + 1
     text.pop("_sliding_window_pattern", None)
     if "num_local_experts" in text:
         text["num_experts"] = text.pop("num_local_experts")
@@ -397,9 +450,9 @@ def test_old_words_for_the_same_config_give_the_same_logits(tmp_path, straight, 
     spec = load_spec(tmp_path)
     path.write_text(json.dumps(in_old_words(json.loads(path.read_text()))))
     tiny = Tiny(tmp_path)
-    assert_near(tiny.expected[-1], straight(family))
+    tiny.assert_near(tiny.expected[-1], straight(family))
     assert tiny.spec == spec
-    assert_near(logits_of(tiny.load("torch"), TEXTS[-1]), straight(family))
+    tiny.assert_near(logits_of(tiny.load("torch"), TEXTS[-1]), straight(family))
 
 
 # --- Every knob ---
@@ -425,6 +478,27 @@ TIED = {"tied": {"tie_word_embeddings": True}}
 UNTIED = {"untied": {"tie_word_embeddings": False}}
 BIAS = {"biases of attention": {"attention_bias": True}}
 EPSILON = {"a large epsilon": {"rms_norm_eps": 0.01}}
+QWEN3_5_ROPE = FAMILIES["qwen3_5"].config["rope_parameters"]
+QWEN3_5_TURNS: dict[str, dict[str, Any]] = {
+    "more of a head rotated": rope(**QWEN3_5_ROPE | {"partial_rotary_factor": 0.5}),
+    "all of a head rotated": rope(**QWEN3_5_ROPE | {"partial_rotary_factor": 1.0}),
+    "another base": rope(**QWEN3_5_ROPE | {"rope_theta": 1e3}),
+    "another period": {"full_attention_interval": 2},
+    "layers by name": {"layer_types": ["full_attention", "linear_attention"] * 2},
+    "only delta nets": {"layer_types": ["linear_attention"] * 4},
+    "only attention": {"layer_types": ["full_attention"] * 4},
+    "a key head for each": {"linear_num_key_heads": 4},
+    "one key head for all": {"linear_num_key_heads": 1},
+    "two value heads": {"linear_num_value_heads": 2},
+    "short keys": {"linear_key_head_dim": 8},
+    "short values": {"linear_value_head_dim": 12},
+    "keys as long as values": {"linear_key_head_dim": 20},
+    "a convolution over three tokens": {"linear_conv_kernel_dim": 3},
+    "a convolution over five tokens": {"linear_conv_kernel_dim": 5},
+    **TIED,
+    **BIAS,
+    **EPSILON,
+}
 # For each family, what config.json may say instead, and so move the logits.
 TURNS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -500,7 +574,19 @@ TURNS: dict[str, dict[str, dict[str, Any]]] = {
         **BIAS,
         **EPSILON,
     },
-    WRAPPED: {**UNTIED, **WINDOWS},
+    "gemma3_with_images": {**UNTIED, **WINDOWS},
+    "qwen3_5": QWEN3_5_TURNS,
+    "qwen3_5_moe": {
+        "more of a head rotated": rope(**QWEN3_5_ROPE | {"partial_rotary_factor": 0.5}),
+        "two experts per token": {"num_experts_per_tok": 2},
+        "another period": {"full_attention_interval": 2},
+        "a narrow shared expert": {"shared_expert_intermediate_size": 12},
+        **TIED,
+        **BIAS,
+        **EPSILON,
+    },
+    "qwen3_5_with_images": {**TIED, "another period": {"full_attention_interval": 2}},
+    "qwen3_5_moe_with_images": {"two experts per token": {"num_experts_per_tok": 2}},
 }
 # The two GELUs differ by 5e-4 at most.
 FAINT = {"the exact GELU": 10 * TOLERANCE}
@@ -515,9 +601,9 @@ def test_a_turned_knob_moves_our_logits_with_those_of_transformers(
     tiny = Tiny(make_tiny(tmp_path, family, **TURNS[family][turn]))
     expected = tiny.expected[-1]
     effect = relative_error(expected, straight(family))
-    assert effect > FAINT.get(turn, SEEN), f"hardly seen: {effect}"
+    assert effect > FAINT.get(turn, tiny.seen), f"hardly seen: {effect}"
     for way in ("numpy", "torch"):
-        assert_near(logits_of(tiny.load(way), TEXTS[-1]), expected)
+        tiny.assert_near(logits_of(tiny.load(way), TEXTS[-1]), expected)
 
 
 def optional_fields() -> list[Field]:
@@ -539,10 +625,20 @@ def test_every_knob_is_turned_in_some_test():
     assert turned == {field.name for field in optional_fields()}
 
 
+DELTA_NET_CHANGES = (
+    {"num_key_heads": 4, "key_head_dim": 6},
+    {"num_key_heads": 1},
+    {"num_value_heads": 2},
+    {"key_head_dim": 10},
+    {"value_head_dim": 18},
+    {"conv_kernel_size": 3},
+)
+
+
 def turns_of(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
     """Yield what a spec would be without each of its knobs, or a little off."""
     for field in optional_fields():
-        if field.name not in ("moe", "tie_word_embeddings"):
+        if field.name not in ("moe", "delta_net", "tie_word_embeddings"):
             if getattr(spec, field.name) != field.default:
                 yield field.name, replace(spec, **{field.name: field.default})
     if spec.windows:
@@ -557,6 +653,13 @@ def turns_of(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
         renormalised = not spec.moe.norm_topk_prob
         for change in ({"norm_topk_prob": renormalised}, {"top_k": 2}, {"top_k": 4}):
             yield f"moe: {change}", replace(spec, moe=replace(spec.moe, **change))
+    if spec.rotary_dim:
+        for dim in (spec.rotary_dim - 2, spec.rotary_dim + 2):
+            yield f"rotary_dim {dim}", replace(spec, rotary_dim=dim)
+    if spec.delta_net:
+        for change in DELTA_NET_CHANGES:
+            net = replace(spec.delta_net, **change)
+            yield f"delta net: {change}", replace(spec, delta_net=net)
     if spec.embedding_scale != 1:
         yield "embedding scale", replace(spec, embedding_scale=7.0)
     yield "rms_norm_eps", replace(spec, rms_norm_eps=0.01)
@@ -564,22 +667,18 @@ def turns_of(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
 
 def test_every_knob_of_the_spec_moves_the_logits(tiny):
     """Also those that a family always has, which no config can take away."""
-    straight = tiny.load("torch")
-    numpy_weights = tiny.load("numpy").weights
-    weights = straight.state_dict()
+    weights = tiny.load("numpy").weights
     faint = {}
     for name, spec in turns_of(tiny.spec):
-        kept = spec.weight_shapes()
+        kept = {
+            key: weights[key][tuple(map(slice, shape))]  # of some, less than there is
+            for key, shape in spec.weight_shapes().items()
+        }
         decoder = Decoder(spec)
-        decoder.load_weights({key: weights[key] for key in kept})
-        ours = [
-            logits_of(
-                NumpyDecoder(spec, {k: numpy_weights[k] for k in kept}), TEXTS[2]
-            ),
-            logits_of(decoder, TEXTS[2]),
-        ]
+        decoder.load_weights({k: torch.from_numpy(w) for k, w in kept.items()})
+        ours = [logits_of(d, TEXTS[2]) for d in (NumpyDecoder(spec, kept), decoder)]
         effect = min(relative_error(logits, tiny.expected[2]) for logits in ours)
-        if effect < SEEN or relative_error(*ours) > TOLERANCE:
+        if effect < tiny.seen or relative_error(*ours) > tiny.tolerance:
             faint[name] = effect
     assert not faint
 
@@ -590,7 +689,7 @@ def test_every_weight_moves_the_logits(tiny):
     for name, weight in decoder.weights.items():
         decoder.weights[name] = weight[..., ::-1]
         effect = relative_error(logits_of(decoder, TEXTS[2]), tiny.expected[2])
-        if effect < SEEN:
+        if effect < tiny.seen:
             faint[name] = effect
         decoder.weights[name] = weight
     assert not faint
@@ -612,6 +711,11 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tiny):
     reference = AutoModelForCausalLM.from_pretrained(tiny.folder, **kinds).eval()
     theirs = [logits_of_reference(reference, text) for text in TEXTS]
     theirs = middle_error(theirs, tiny.expected)
+    limit = 1.25
+    if tiny.spec.delta_net and tiny.spec.moe:
+        # Other experts for a token change the states, and so all tokens after it: from
+        # seed to seed, our error is 0.5 to 1.5 times theirs, 1.05 times on average.
+        limit = 1.6
     for way in ("torch", "compiled"):
         with ops_of(way):
             decoder = MergedDecoder(tiny.load(way, dtype="bfloat16"))
@@ -620,7 +724,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tiny):
             )
         for chunk in (1, 5, sum(LENGTHS)):
             ours = middle_error(logits_in_chunks(runner, TEXTS, chunk), tiny.expected)
-            assert ours < 1.25 * theirs, f"{ours} and {theirs}, {chunk} at a time"
+            assert ours < limit * theirs, f"{ours} and {theirs}, {chunk} at a time"
 
 
 def test_gemma_rounds_the_scale_of_its_embedding_to_the_type_of_the_weights(tmp_path):
@@ -646,6 +750,7 @@ def test_one_step_on_cuda_mixes_no_devices(tiny):
         requests=requests,
         num_scheduled_tokens={"0": 1, "1": 20, "2": 5},
         block_ids={"0": [0, 1, 2], "1": list(range(3, 11)), "2": [11, 12]},
+        state_slots={"0": 5, "1": 0, "2": 3} if tiny.spec.delta_net else {},
     )
     with FakeTensorMode(), IndexWithoutCuda():
         decoder = Decoder(tiny.spec)

@@ -4,7 +4,8 @@ A family is data and one small function; adding one means adding a file here and
 entry to FAMILIES.
 
 In vLLM: vllm/model_executor/models/registry.py.
-Source: appendix A3, "Loading"; appendix A23, "Reading families".
+Source: appendix A3, "Loading"; appendix A23, "Reading families"; chapter 8, "Hybrid
+    attention".
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,12 @@ from minivllm.models.families.gemma3 import GEMMA3
 from minivllm.models.families.llama import LLAMA
 from minivllm.models.families.qwen2 import QWEN2
 from minivllm.models.families.qwen3 import QWEN3, QWEN3_MOE
+from minivllm.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA3)
+FAMILIES: tuple[Family, ...] = (
+    *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA3),
+    *(QWEN3_5, QWEN3_5_MOE),
+)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

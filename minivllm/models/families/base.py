@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.errors import ConfigError
-from minivllm.models.spec import ModelSpec
+from minivllm.models.spec import ModelSpec, check_size
 
 
 def positive(
@@ -96,6 +96,7 @@ HIDDEN_ACTS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 COMPUTED_IN = ("float32", "float16", "bfloat16")
+MAX_LAYERS = 10_000
 # Settings that change what is computed, and that no family of ours has.
 FOREIGN = {
     "quantization_config": "quantised weights",
@@ -155,6 +156,13 @@ def read_common(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json lacks {', '.join(missing)}: fetch the model's own file"
         )
     sizes = {ours: positive(config, key) for ours, key in needed.items()}
+    for name, size in sizes.items():
+        check_size(name, size)
+    if sizes["num_layers"] > MAX_LAYERS:  # each gets a list of names
+        raise ConfigError(
+            f"num_hidden_layers is {sizes['num_layers']} in config.json, but "
+            f"{MAX_LAYERS:,} is the limit: fetch the model's own file"
+        )
     dtype = config.get("dtype") or config.get("torch_dtype")
     if dtype not in (None, *COMPUTED_IN):
         raise ConfigError(

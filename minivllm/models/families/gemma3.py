@@ -74,9 +74,9 @@ def read_gemma3(config: Mapping[str, Any]) -> ModelSpec:
     """
     config = with_defaults(text_settings(config), GEMMA3_DEFAULTS)
     has_bias = flag(config, "attention_bias")
+    common = read_common(config)
     windows = read_gemma_windows(config)
     rope, local_rope = read_gemma_ropes(config)
-    common = read_common(config)
     return ModelSpec(
         architecture="Gemma3ForCausalLM",
         **common,

@@ -26,8 +26,9 @@ from minivllm.models.families.windows import (
     read_qwen_windows,
     windows_of,
 )
-from minivllm.models.spec import ModelSpec, MoeSpec
+from minivllm.models.spec import ModelSpec, MoeSpec, check_size
 
+MAX_EXPERTS = 10_000
 BOTH_DEFAULTS = {
     "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-6,
@@ -90,7 +91,14 @@ def read_num_experts(config: Mapping[str, Any]) -> int:
         )
     if said[:1] == [0]:
         return 0  # a config may switch them off
-    return positive({"num_experts": said[0]} if said else {}, "num_experts", 128)
+    count = positive({"num_experts": said[0]} if said else {}, "num_experts", 128)
+    check_size("num_experts", count)
+    if count > MAX_EXPERTS:  # each gets names of its own, in every layer
+        raise ConfigError(
+            f"num_experts is {count} in config.json, but {MAX_EXPERTS:,} is the limit: "
+            "fetch the model's own file"
+        )
+    return count
 
 
 def read_experts(config: Mapping[str, Any]) -> MoeSpec | None:
@@ -101,6 +109,7 @@ def read_experts(config: Mapping[str, Any]) -> MoeSpec | None:
     """
     num_experts = read_num_experts(config)
     step, dense = positive(config, "decoder_sparse_step"), config["mlp_only_layers"]
+    check_size("decoder_sparse_step", step)
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise ConfigError(
             f"mlp_only_layers is {dense!r:.60} in config.json, but must be a list of "

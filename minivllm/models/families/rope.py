@@ -191,7 +191,15 @@ def read_gemma_ropes(config: Settings) -> tuple[RopeSpec, RopeSpec]:
     ]
     if len(set(full)) == 2:
         raise ConfigError("config.json has two rope settings that differ: keep one")
-    return (
+    ropes = (
         full[0] if full else read_one_rope("rope_parameters", {}, config, 1e6),
         read_one_rope("rope_parameters", both.get(kinds[1]) or {}, local, 1e4),
     )
+    for rope in ropes:
+        if isinstance(rope.scaling, YarnScaling) and not rope.scaling.truncate:
+            # transformers does not see this key in this place, other programs do.
+            raise ConfigError(
+                "truncate is false in config.json, which is not supported for Gemma 3: "
+                "choose another model"
+            )
+    return ropes

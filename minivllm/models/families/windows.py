@@ -8,6 +8,7 @@ from typing import Any
 
 from minivllm.errors import ConfigError
 from minivllm.models.families.base import flag, positive
+from minivllm.models.spec import check_size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -47,7 +48,7 @@ def windows_of(types: list[str], config: Mapping[str, Any]) -> tuple[int | None,
     if config.get("sliding_window") is None:
         raise ConfigError(
             f"config.json has layers of the type {SLIDING}, but its sliding_window is "
-            "null: fetch the model's own file"
+            "null, or use_sliding_window is not true: fetch the model's own file"
         )
     window = positive(config, "sliding_window")
     return tuple(window if kind == SLIDING else None for kind in types)
@@ -86,6 +87,7 @@ def read_gemma_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     types = read_layer_types(config)
     if types is None:
         period = positive(config, "sliding_window_pattern", 6)
+        check_size("sliding_window_pattern", period)
         types = [
             SLIDING if (layer + 1) % period else FULL
             for layer in range(config["num_hidden_layers"])
