@@ -158,6 +158,9 @@ class Tiny:
         options = {"num_blocks": 100, "block_size": 4, "max_model_len": 128} | options
         if self.spec.delta_net:
             options["layout"] = CacheLayout(num_states=3, num_kept_states=3)
+        elif self.spec.windows:  # with blocks of their own, which come back
+            window, num_blocks = self.spec.max_window, options["num_blocks"]
+            options["layout"] = CacheLayout(window=window, num_window_blocks=num_blocks)
         with ops_of(way):
             return kind(self.decoder(way), **options)
 
