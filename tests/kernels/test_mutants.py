@@ -26,8 +26,8 @@ SOURCES = [*HEADERS, *FILES]
 MUTANTS = [mutant for file in SOURCES for mutant in mutants_of(file)]
 REASONS = {name: why for why, names in EQUIVALENT.items() for name in names}
 # Of the files of each module of cases; a second each.
-NUM_SAMPLED = {"tests.kernels.cases": 64, "tests.kernels.delta_net_cases": 16}
-NUM_SAMPLED_ELSEWHERE = 32
+NUM_SAMPLED = {"tests.kernels.cases": 32, "tests.kernels.delta_net_cases": 12}
+NUM_SAMPLED_ELSEWHERE = 16
 
 
 @pytest.fixture(scope="module", autouse=True)
