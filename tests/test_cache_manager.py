@@ -179,6 +179,33 @@ def test_a_budget_is_shared_out_and_not_exceeded(spec, memory_bytes, max_num_seq
             assert left < len(spec.full_layers) * layer_bytes
 
 
+def test_what_windows_do_not_need_is_for_the_other_layers():
+    limits = CacheLimits(
+        block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64
+    )
+    num_windows = limits.max_window_blocks(9)
+    assert num_windows == 2 * (3 + 1 + 1) + 4, "two windows, and a step of 16 tokens"
+    layer = 4 * kv_bytes_per_token(replace(FULL, num_layers=1), 4)
+    # Three layers have windows, one sees all; then a little more than they need.
+    exactly = num_windows * 4 * layer
+    for rest, num_blocks in ((-1, num_windows - 1), (0, num_windows)):
+        assert share_out(WINDOWS, exactly + rest, 4, limits)[0] == num_blocks
+    for memory, num_blocks in ((4 * layer, 1), (4 * layer - 1, 0)):
+        found, layout = share_out(WINDOWS, memory, 4, limits)
+        assert (found, layout.num_window_blocks) == (num_blocks, num_blocks)
+    found, layout = share_out(WINDOWS, exactly + 2 * layer, 4, limits)
+    assert (found, layout.num_window_blocks) == (num_windows + 2, num_windows)
+
+
+def test_with_windows_only_there_are_as_many_blocks_as_texts_can_have():
+    limits = CacheLimits(
+        block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64
+    )
+    num_blocks, layout = share_out(ALL_WINDOWS, 10**9, 4, limits)
+    assert num_blocks == limits.max_full_blocks == 2 * 16
+    assert layout.num_window_blocks == min(32, limits.max_window_blocks(9))
+
+
 def test_windows_apart_make_room_for_more_tokens():
     limits = CacheLimits(
         block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64

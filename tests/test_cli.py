@@ -365,8 +365,8 @@ def test_help_names_every_command_and_exit_code(capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_example_of_a_commands_help_is_valid(capsys, name, monkeypatch):
-    _, out, _ = in_process(capsys, name, "--help")
-    examples = re.findall(rf"^  minivllm {name} (.*)$", out, re.M)
+    _, out, _ = in_process(capsys, *name.split(), "--help")
+    examples = re.findall(rf"^  minivllm {name}(?: (.*))?$", out, re.M)
     assert examples
     module = importlib.import_module(COMMANDS[name][0])
     monkeypatch.setattr(module, "run", lambda arguments: 0)
@@ -374,7 +374,7 @@ def test_each_example_of_a_commands_help_is_valid(capsys, name, monkeypatch):
         arguments = [a.strip('"') for a in re.findall(r'"[^"]*"|[^ ]+', example)]
         if "<" in arguments:
             arguments = arguments[: arguments.index("<")]
-        assert main([name, *arguments]) == 0
+        assert main([*name.split(), *arguments]) == 0
 
 
 # In a process of its own.

@@ -48,11 +48,16 @@ def test_a_tiny_checkpoint_of_each_family_is_as_it_should_be(capsys, folders, fa
     for name in ("numpy", "torch"):
         line = next(line for line in out.splitlines() if f"  {name} against" in line)
         found = re.search(r"difference (\S+) of", line)
+        # A delta net divides what it reads by its size: where a head reads next to
+        # nothing, that makes rounding large, here 1e-5 (appendix A28 shows it against
+        # float64).
         limit = 1e-4 if "qwen3_5" in family else 1e-5
         assert float(found[1]) < limit and line.endswith("as they should be")
     left_out = re.search(r"left out on purpose: \S*(multi_modal_proj|visual)", out)
     assert bool(left_out) == family.endswith("with_images")
     assert ("a convolution over 4 tokens" in out) == ("qwen3_5" in family)
+    has_shared = family.startswith("qwen3_5_moe")
+    assert ("one for every token, 20 wide" in out) == has_shared
     assert ("8 of the 32 numbers of a head" in out) == ("qwen3_5" in family)
     gate = "none" if "qwen3_5" not in family else "one for each number of a head"
     assert re.search(rf"^  gate +{gate}$", out, re.MULTILINE)
@@ -140,6 +145,45 @@ def test_weights_that_are_no_numbers_are_called_damaged(capsys, tmp_path, folder
     out, err = capsys.readouterr()
     assert "the weights are damaged" in out and "NOT" not in out
     assert err == ""
+
+
+@pytest.mark.parametrize("row", [0, slice(None)])
+def test_an_embedding_that_is_no_number_is_called_damaged(
+    capsys, tmp_path, folders, row
+):
+    folder = edit(folders["gemma3"], tmp_path / "x")
+    tensors = read_safetensors(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][row] = np.nan
+    write_safetensors(folder / "model.safetensors", tensors, "F32")
+    assert main(["check", str(folder)]) == FAILED
+    out = capsys.readouterr().out
+    assert "the weights are damaged" in out and "against" not in out
+
+
+@pytest.mark.parametrize("who", ["transformers", "numpy", "torch"])
+def test_what_only_one_of_them_finds_no_number_is_no_difference(
+    capsys, monkeypatch, folders, who
+):
+    def broken(logits):
+        logits[3, 5] = np.inf
+        return logits
+
+    theirs, ours = parity.their_logits, parity.our_logits
+    if who == "transformers":
+        monkeypatch.setattr(check, "their_logits", lambda *args: broken(theirs(*args)))
+    else:
+        monkeypatch.setattr(
+            check,
+            "our_logits",
+            lambda folder, name, ids: (broken if name == who else np.asarray)(
+                ours(folder, name, ids)
+            ),
+        )
+    assert main(["check", str(folders["llama"])]) == FAILED
+    out = capsys.readouterr().out
+    assert f"NaN or infinity with {who}, not with the others" in out
+    assert "NOT" not in out
+    assert out.count("as they should be") == (0 if who == "transformers" else 1)
 
 
 def test_a_model_of_zeros_is_as_it_should_be(capsys, tmp_path, folders):

@@ -41,6 +41,7 @@ from minivllm.ops.reference import (
 )
 from minivllm.runners.build import CacheConfig, build_runner
 from minivllm.sampling.params import SamplingParams
+from tests.op_tools import assert_close
 from tests.tiny_folder import (
     CONFIG,
     make_tensors,
@@ -74,23 +75,6 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def numbers():
-    return torch.Generator().manual_seed(0)
-
-
-def assert_close(ours, theirs, units=4):
-    """Demand equality up to a few units in the last place of the largest value.
-
-    Both sides round, and sum in their own order: 4 units. Torch's attention in bfloat16
-    also rounds its scores and shares: 8 where it is the reference.
-    """
-    assert ours.shape == theirs.shape
-    assert ours.dtype == theirs.dtype
-    allowed = units * torch.finfo(theirs.dtype).eps * theirs.abs().max()
-    assert (ours.float() - theirs.float()).abs().max() <= allowed
 
 
 @needs_compiler

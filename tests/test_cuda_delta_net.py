@@ -20,18 +20,7 @@ from minivllm.ops.registry import choose, explain
 from tests.kernels.cases import Names, emulated
 from tests.kernels.delta_net_cases import ChunkedCase, ConvCase, RecurrentCase
 from tests.kernels.test_traffic import traced
-from tests.test_cuda_ops import assert_close
-
-needs_compiler = pytest.mark.skipif(
-    why_not_emulated("cpu", "float32") is not None,
-    reason=str(why_not_emulated("cpu", "float32")),
-)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture
-def numbers():
-    return torch.Generator().manual_seed(0)
+from tests.op_tools import DTYPES, assert_close, needs_compiler
 
 
 def starts_of(*lengths):

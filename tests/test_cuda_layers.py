@@ -18,18 +18,7 @@ from minivllm.ops.cuda_layers import (
     silu_and_mul,
 )
 from minivllm.ops.registry import choose, explain
-from tests.test_cuda_ops import assert_close
-
-needs_compiler = pytest.mark.skipif(
-    why_not_emulated("cpu", "float32") is not None,
-    reason=str(why_not_emulated("cpu", "float32")),
-)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture
-def numbers():
-    return torch.Generator().manual_seed(0)
+from tests.op_tools import DTYPES, assert_close, needs_compiler
 
 
 def angles_of(num_tokens, head_dim, numbers):

@@ -20,20 +20,8 @@ from minivllm.ops.registry import OPS, choose, explain
 from tests.kernels.cases import Names, emulated
 from tests.kernels.moe_cases import TensorTileCase, TileCase
 from tests.kernels.test_traffic import traced
-from tests.test_cuda_ops import assert_close
+from tests.op_tools import DTYPES, assert_close, needs_compiler
 from tests.test_moe import make_experts, random_rows
-
-needs_compiler = pytest.mark.skipif(
-    why_not_emulated("cpu", "float32") is not None,
-    reason=str(why_not_emulated("cpu", "float32")),
-)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture
-def numbers():
-    return torch.Generator().manual_seed(0)
-
 
 # The same as the references.
 

@@ -19,27 +19,9 @@ from minivllm.ops.cuda import (
 from minivllm.ops.paged_attention import PaddedAttention
 from minivllm.ops.reference import TorchRMSNorm
 from minivllm.ops.registry import choose, explain
+from tests.op_tools import DTYPES, assert_close, needs_compiler
 
-needs_compiler = pytest.mark.skipif(
-    why_not_emulated("cpu", "float32") is not None,
-    reason=str(why_not_emulated("cpu", "float32")),
-)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
-
-
-@pytest.fixture
-def numbers():
-    return torch.Generator().manual_seed(0)
-
-
-def assert_close(ours, theirs, units=4):
-    """Demand equality up to a few units in the last place of the largest value."""
-    assert ours.shape == theirs.shape
-    assert ours.dtype == theirs.dtype
-    if theirs.numel():
-        allowed = units * torch.finfo(theirs.dtype).eps * theirs.abs().max()
-        assert (ours.float() - theirs.float()).abs().max() <= allowed
 
 
 def attention_inputs(numbers, dtype=torch.float32, num_reqs=3, head_dim=16):

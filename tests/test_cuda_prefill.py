@@ -20,18 +20,9 @@ from minivllm.ops.paged_attention import PaddedAttention
 from minivllm.ops.registry import choose, explain
 from tests.kernels.cases import Names
 from tests.kernels.prefill_cases import PrefillCase, TensorCoreCase
+from tests.op_tools import DTYPES, needs_compiler
 
-needs_compiler = pytest.mark.skipif(
-    why_not_emulated("cpu", "float32") is not None,
-    reason=str(why_not_emulated("cpu", "float32")),
-)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.fixture
-def numbers():
-    return torch.Generator().manual_seed(0)
 
 
 def pieces_of(numbers, dtype=torch.float32, num_pieces=3, head_dim=16):

@@ -14,6 +14,7 @@ from minivllm.ops.reference import argmax as argmax_in_torch
 from minivllm.ops.registry import choose, explain
 from minivllm.sampling import sampler
 from tests.kernels.cases import Names
+from tests.op_tools import needs_compiler
 from tests.sampling_tools import make_request, sample_numpy, tensor_inputs
 from tests.test_sampler import (
     LARGEST,
@@ -22,11 +23,6 @@ from tests.test_sampler import (
     edit_both,
     random_logits,
     random_request,
-)
-
-needs_compiler = pytest.mark.skipif(
-    why_not_emulated("cpu", "float32") is not None,
-    reason=str(why_not_emulated("cpu", "float32")),
 )
 
 

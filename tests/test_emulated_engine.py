@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from minivllm.ops import cuda_layers
-from minivllm.ops.cuda import KernelAttention, KernelRMSNorm, why_not_emulated
+from minivllm.ops.cuda import KernelAttention, KernelRMSNorm
 from minivllm.ops.cuda_prefill import KernelPrefill
 from minivllm.ops.launch import KernelFile
 from minivllm.runners.torch_runner import TorchRunner
 from minivllm.sampling.params import SamplingParams
+from tests.op_tools import needs_compiler
 from tests.test_torch_runner import (
     EXPECTED,
     PROMPTS,
@@ -20,10 +21,7 @@ from tests.test_torch_runner import (
     run,
 )
 
-pytestmark = pytest.mark.skipif(
-    why_not_emulated("cpu", "float32") is not None,
-    reason=str(why_not_emulated("cpu", "float32")),
-)
+pytestmark = needs_compiler
 
 
 @pytest.fixture

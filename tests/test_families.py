@@ -38,6 +38,20 @@ GEMMA3 = SIZES | {
     "sliding_window": 8,
 }
 LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"]}
+QWEN3_5 = SIZES | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+QWEN3_5_MOE = QWEN3_5 | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 
 
 def spec_of(config, **changes):
@@ -175,6 +189,14 @@ def test_the_width_of_a_head_is_read_before_it_is_derived():
     bare = {key: value for key, value in QWEN3.items() if key != "head_dim"}
     assert spec_of(bare).head_dim == 128
     assert spec_of(GEMMA3, head_dim=None).head_dim == 256
+
+
+def test_more_heads_than_numbers_to_share_are_refused():
+    message = r"num_attention_heads is 33 in config.json, but hidden_size is 32, and"
+    with pytest.raises(ConfigError, match=message):
+        spec_of(LLAMA, num_attention_heads=33, num_key_value_heads=1)
+    many = spec_of(LLAMA, num_attention_heads=33, num_key_value_heads=1, head_dim=8)
+    assert many.num_heads == 33
 
 
 def test_biases_are_qwen2s_nature_and_a_setting_elsewhere():
@@ -377,6 +399,78 @@ def test_each_sixth_layer_of_gemma_sees_everything():
     assert listed.windows == (None,) * 5 + (8,)
     none = spec_of(GEMMA3, layer_types=["full_attention"] * 6)
     assert none.windows == () and none.local_rope is None
+
+
+# Delta nets.
+
+
+@pytest.mark.parametrize("config", [QWEN3_5, QWEN3_5_MOE])
+def test_delta_nets_by_name_or_by_a_period(config):
+    assert spec_of(config).delta_net.layers == (0, 1, 2, 4, 5)
+    assert spec_of(config, full_attention_interval=2).delta_net.layers == (0, 2, 4)
+    types = ["full_attention", "linear_attention"] * 3
+    spec = spec_of(config, layer_types=types, full_attention_interval=2)
+    assert (spec.delta_net.layers, spec.full_layers) == ((1, 3, 5), (0, 2, 4))
+    none = spec_of(config, layer_types=["full_attention"] * 6)
+    assert none.delta_net is None
+
+
+def test_what_delta_nets_do_not_say_is_as_published():
+    bare = {key: value for key, value in QWEN3_5.items() if "linear" not in key}
+    net = spec_of(bare).delta_net
+    assert (net.num_key_heads, net.num_value_heads) == (16, 32)
+    assert (net.key_head_dim, net.value_head_dim, net.conv_kernel_size) == (128, 128, 4)
+    moe = spec_of(QWEN3_5_MOE).moe
+    assert (moe.layers, moe.shared_intermediate_size) == (tuple(range(6)), 512)
+    assert moe.norm_topk_prob
+    shared = spec_of(QWEN3_5_MOE, shared_expert_intermediate_size=20).moe
+    assert shared.shared_intermediate_size == 20
+
+
+def test_a_part_of_a_head_is_rotated_wherever_the_share_is_said():
+    assert spec_of(QWEN3_5).rotary_dim == 4
+    assert spec_of(QWEN3_5, partial_rotary_factor=0.5).rotary_dim == 8
+    rope = {"rope_type": "mrope", "rope_theta": 7.0, "partial_rotary_factor": 0.75}
+    rope |= {"mrope_section": [2, 2, 2], "mrope_interleaved": True}
+    for name in ("rope_parameters", "rope_scaling"):
+        spec = spec_of(QWEN3_5, **{name: rope}, rope_theta=7.0)
+        assert (spec.rotary_dim, spec.rope) == (12, RopeSpec(theta=7.0))
+    both = spec_of(QWEN3_5, rope_parameters=rope, partial_rotary_factor=0.75)
+    assert both.rotary_dim == 12
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (QWEN3_5, {"layer_types": ["linear_attention"]}, "has 1 entries .* 6 layers"),
+        (
+            QWEN3_5,
+            {"layer_types": ["sliding_attention"] * 6},
+            "'sliding_attention', but full_attention and linear_attention are",
+        ),
+        (QWEN3_5, {"full_attention_interval": 2.5}, "full_attention_interval is 2.5"),
+        (QWEN3_5_MOE, {"num_hidden_layers": "6"}, "num_hidden_layers is '6'"),
+        (QWEN3_5_MOE, {"num_hidden_layers": 10**12}, "10,000 is the limit"),
+        (QWEN3_5, {"attn_output_gate": False}, "attn_output_gate is false"),
+        (QWEN3_5, {"hidden_act": "gelu"}, "hidden_act is 'gelu' .* by silu"),
+        (QWEN3_5_MOE, {"mlp_only_layers": [1]}, "mlp_only_layers or norm_topk"),
+        (QWEN3_5_MOE, {"norm_topk_prob": False}, "mlp_only_layers or norm_topk"),
+        (
+            QWEN3_5,
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_parameters": {"partial_rotary_factor": 0.25},
+            },
+            "partial_rotary_factor is both 0.25 and 0.5",
+        ),
+        (QWEN3_5, {"linear_num_key_heads": 3}, "4 value heads cannot share 3 key"),
+        (QWEN3_5, {"linear_conv_kernel_dim": 1}, "conv_kernel_size is 1"),
+        (QWEN3_5, {"linear_key_head_dim": 2.5}, "key_head_dim of the delta net is 2.5"),
+    ],
+)
+def test_delta_nets_that_cannot_be_are_refused(config, change, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_of(config, **change)
 
 
 @pytest.mark.parametrize(

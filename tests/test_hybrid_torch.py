@@ -319,3 +319,57 @@ def test_a_profile_has_the_parts_of_delta_nets_and_changes_no_answer(kind):
     assert floors["paged_attention"] == pytest.approx(
         max(10 * 2 * 2 * 2 * 16 * 4, 4 * 2 * 4 * 16 * 10) / 1e9
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)]
+)
+def test_the_floor_of_states_is_reading_and_writing_them_or_three_products(
+    dtype, num_bytes
+):
+    decoder = torch_decoder(SPECS["states"]).to(dtype)
+    runner = TorchRunner(decoder, num_blocks=8, block_size=4, max_model_len=32)
+    work = profile.Work(num_tokens=7, num_sampled=3, num_keys=90, num_pairs=100)
+    # 2 layers, 4 heads, matrices of 6 x 5 in float32; 44 channels of 4 factors that
+    # keep 3 numbers. A state for each of 3 requests, however long their texts are.
+    reading = profile.floors_of(runner, work, Limits(1.0, 1e30))
+    assert reading["causal_conv1d"] == num_bytes * 2 * (3 * 2 * 44 * 3 + 44 * 4)
+    for rule in ("recurrent_delta_rule", "chunked_delta_rule"):
+        assert reading[rule] == 2 * 3 * 2 * 4 * 6 * 5 * 4
+    multiplying = profile.floors_of(runner, work, Limits(1e30, 1.0))
+    assert multiplying["causal_conv1d"] == 7 * 2 * 2 * 44 * 4
+    for rule in ("recurrent_delta_rule", "chunked_delta_rule"):
+        assert multiplying[rule] == 7 * 2 * 3 * 2 * 4 * 6 * 5
+
+
+@pytest.mark.parametrize("num_states", [1, 3, 20])
+def test_a_profile_takes_whole_prompts_and_as_many_requests_as_have_states(num_states):
+    spec = replace(SPECS["states and windows"], max_position_embeddings=256)
+    runner = TorchRunner(
+        torch_decoder(spec),
+        num_blocks=1000,
+        block_size=4,
+        max_model_len=256,
+        layout=layout_of(spec, 1000, num_states),
+    )
+    engine = LLMEngine(runner)
+    most = min(16, num_states)
+    names = ["decode, 1 request", f"decode, {most} requests"][: min(2, most)]
+    profiles = profile.profile_engine(engine, None, 1)
+    assert [p.name for p in profiles] == [*names, "a prompt of 128 tokens"]
+    *_, prompt = profiles
+    calls = {part.name: part.num_calls for part in prompt.parts}
+    assert calls["chunked_delta_rule"] == calls["causal_conv1d"] == 2  # layers
+    assert "recurrent_delta_rule" not in calls
+    assert not engine.has_unfinished_requests()
+    assert engine.scheduler.block_manager.enable_prefix_caching
+
+
+def test_numpy_is_what_runs_the_ops_on_states():
+    spec = SPECS["states"]
+    runner = NumpyRunner(
+        numpy_decoder(spec), num_blocks=8, block_size=4, max_model_len=32
+    )
+    parts = ("causal_conv1d", "recurrent_delta_rule", "qkv", "sampler", "scheduler")
+    backends = [profile.backend_of(runner, part) for part in parts]
+    assert backends == ["numpy", "numpy", "numpy", "", ""]

@@ -17,6 +17,7 @@ from benchmarks.kernels import (
     attention_job,
     cache_job,
     combine_job,
+    conv_job,
     copy_gb_s,
     draw_job,
     embedding_job,
@@ -30,6 +31,7 @@ from benchmarks.kernels import (
     prefill_job,
     result_path,
     rotary_job,
+    rule_job,
     run,
     softmax_job,
     time_calls,
@@ -60,6 +62,13 @@ EXPERTS = [
     permute_job(5, 6, 2, "cpu"),
     grouped_job(torch.float16, 5, 6, 2, 40, 24, "cpu"),
     combine_job(torch.bfloat16, 3, 2, 40, "cpu"),
+]
+
+STATES = [
+    conv_job(torch.float32, 3, 5, 20, 4, "cpu"),
+    conv_job(torch.bfloat16, 3, 1, 20, 4, "cpu"),
+    rule_job(torch.float32, 3, 1, 2, 4, 12, 20, "cpu"),
+    rule_job(torch.float32, 2, 19, 2, 4, 12, 20, "cpu"),
 ]
 
 
@@ -101,6 +110,34 @@ def test_each_step_of_experts_does_what_torch_does(job):
     assert list(results)[-1] == "torch" and len(results) >= 3
     for result in results.values():
         torch.testing.assert_close(result, results["torch"], rtol=0.01, atol=0.002)
+
+
+@needs_compiler
+@pytest.mark.parametrize("job", STATES, ids=lambda job: job.op)
+def test_each_op_on_states_does_what_torch_does_again_and_again(job):
+    """The second call begins with what the first has left."""
+    results = {}
+    for rung in job.make():
+        torch.manual_seed(0)
+        call = job.make()[rung]
+        results[rung] = [call().float().clone() for _ in range(2)]
+        assert not results[rung][0].equal(results[rung][1])
+    assert list(results)[-1] == "torch" and len(results) >= 3
+    tolerances = {"rtol": 1e-4, "atol": 1e-4}
+    if job.dtype == torch.bfloat16:
+        tolerances = {"rtol": 0.01, "atol": 0.002}
+    for result in results.values():
+        torch.testing.assert_close(result, results["torch"], **tolerances)
+
+
+def test_the_bytes_of_ops_on_states_are_those_by_hand():
+    conv, single, recurrent, chunked = (job.num_bytes for job in STATES)
+    # Rows in and out, states in and out, factors; slots, first rows.
+    assert conv == 4 * 20 * (2 * 15 + 2 * 3 * 3 + 4) + 3 * 8 + 4 * 4
+    assert single == 2 * 20 * (2 * 3 + 2 * 3 * 3 + 4) + 3 * 8 + 4 * 4
+    state, row = 4 * 4 * 12 * 20, 4 * (2 * 2 * 12 + 2 * 4 * 20 + 4 + 4)
+    assert recurrent == 3 * (2 * state + row) + 3 * 8
+    assert chunked == 2 * 2 * state + 38 * row + 2 * 8 + 3 * 4
 
 
 def test_the_bytes_of_experts_are_those_by_hand():
@@ -261,6 +298,7 @@ def test_the_jobs_cover_every_op_and_what_they_name_can_be_made():
     ops |= {"argmax", "draw", "cut_and_draw"}
     ops |= {"prefill_attention"}
     ops |= {job.op for job in EXPERTS}
+    ops |= {"causal_conv1d", "recurrent_delta_rule", "chunked_delta_rule"}
     assert {job.op for job in jobs} == ops
     assert all(job.num_bytes > 0 for job in jobs)
     assert len({(job.op, job.dtype, *job.sizes.values()) for job in jobs}) == len(jobs)

@@ -175,6 +175,13 @@ def test_what_cannot_be_up_cycled_is_refused(tmp_path, config, numbers, message)
     assert not (tmp_path / "moe").exists()
 
 
+@pytest.mark.parametrize("seed", ["a", None, 1.0, True, -1, 2**64])
+def test_a_seed_that_is_none_is_refused(dense, tmp_path, seed):
+    with pytest.raises(ConfigError, match=rf"seed is {seed!r}, but must be an integer"):
+        upcycle(dense, 2, 1, tmp_path / "moe", seed=seed)
+    assert not (tmp_path / "moe").exists()
+
+
 @pytest.mark.parametrize(
     ("numbers", "message"), [((4, 2), "set top_k to 4"), ((5, 5), "a divisor")]
 )

@@ -28,7 +28,8 @@ def is_missing(requirement: str) -> bool:
 def main() -> None:
     """Install what is missing, then the package itself without its dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = project["dependencies"] + project["optional-dependencies"]["grammar"]
+    extras = project["optional-dependencies"]
+    needs = project["dependencies"] + extras["grammar"] + extras["server"]
     missing = [need for need in needs if is_missing(need)]
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     if missing:

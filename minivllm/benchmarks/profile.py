@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from minivllm.benchmarks.machine import Limits
 from minivllm.benchmarks.workloads import random_ids
 from minivllm.engine.engine import LLMEngine
-from minivllm.models.spec import ModelSpec
+from minivllm.models.spec import DeltaNetSpec, ModelSpec
 from minivllm.runners.kv_cache import kv_bytes_per_token
 from minivllm.sampling.params import SamplingParams
 from minivllm.text.detokenizer import IncrementalDetokenizer
@@ -372,7 +372,7 @@ class Work(NamedTuple):
 
     Attributes:
         num_tokens: Rows of the flat batch.
-        num_sampled: Rows of scores.
+        num_sampled: Rows of scores, one for each request.
         num_keys: Tokens in the texts of all requests.
         num_pairs: Pairs of a query and a key that it sees.
     """
@@ -424,17 +424,25 @@ def decoding(
 def prefilling(
     engine: LLMEngine, num_tokens: int = NUM_PROMPT_TOKENS
 ) -> Iterator[Work]:
-    """Give an engine a prompt and ask for one token; yield before each step."""
-    numbers = random.Random(0)
+    """Give an engine a prompt and ask for one token; yield before each step.
+
+    Nothing is kept for later prompts, which are others: some models would stop within
+    a prompt for it, and take two steps.
+    """
+    numbers, manager = random.Random(0), engine.scheduler.block_manager
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    for number in itertools.count():
-        prompt = random_ids(numbers, num_tokens, engine.runner.vocab_size)
-        engine.add_request(f"profile {number}", prompt, params)
-        if number < WARM_UP:
-            engine.step()
-        else:
-            num_pairs = num_tokens * (num_tokens + 1) / 2
-            yield Work(num_tokens, 1, num_tokens, num_pairs)
+    was_caching, manager.enable_prefix_caching = manager.enable_prefix_caching, False
+    try:
+        for number in itertools.count():
+            prompt = random_ids(numbers, num_tokens, engine.runner.vocab_size)
+            engine.add_request(f"profile {number}", prompt, params)
+            if number < WARM_UP:
+                engine.step()
+            else:
+                num_pairs = num_tokens * (num_tokens + 1) / 2
+                yield Work(num_tokens, 1, num_tokens, num_pairs)
+    finally:
+        manager.enable_prefix_caching = was_caching
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,10 +602,10 @@ def profile_steps(
 def floors_of(runner: Any, work: Work, limits: Limits) -> dict[str, float]:
     """Return for each part the seconds below which this machine cannot do it.
 
-    A product reads its weights, attention reads keys and values; both also multiply.
-    What is slower counts. Of experts, those of one token have to be read at least. All
-    other parts work on numbers that were written just now and lie in a cache: memory
-    sets them no limit.
+    A product reads its weights, attention reads keys and values, a delta net reads and
+    writes states; all of them also multiply. What is slower counts. Of experts, those
+    of one token have to be read at least. All other parts work on numbers that were
+    written just now and lie in a cache: memory sets them no limit.
     """
     spec: ModelSpec = runner.decoder.spec
     num_bytes = runner.kv_cache.itemsize
@@ -624,14 +632,17 @@ def floors_of(runner: Any, work: Work, limits: Limits) -> dict[str, float]:
     multiplied = 4 * num_attending * spec.num_heads * spec.head_dim * work.num_pairs
     for part in ("paged_attention", "prefill_attention"):
         floors[part] = seconds(read, multiplied)
+    if spec.delta_net is not None:
+        of_states = work_on_states(spec.delta_net, work, num_bytes)
+        floors |= {part: seconds(*numbers) for part, numbers in of_states.items()}
     return floors
 
 
 def backend_of(runner: Any, part: str) -> str:
     """Return what runs a part, if it is an op; of products, that of most layers."""
     if not hasattr(runner, "choices"):
-        is_op = GROUP_OF[part] in ("linear", "attention", "small operations")
-        return "numpy" if is_op else ""
+        is_other = GROUP_OF[part] in ("bookkeeping", "metadata", "sampler", "between")
+        return "" if is_other else "numpy"
     spec = runner.decoder.spec
     op = "linear" if GROUP_OF[part] == "linear" else part
     if part == "activation":
@@ -670,7 +681,8 @@ def profile_engine(
     """Profile a decode step of 1 and of 16 requests, and a prompt.
 
     Args:
-        engine: Without requests, for 16 at least and for 128 tokens a step.
+        engine: Without requests, for 128 tokens a step. If it runs fewer than 16
+            requests, as one with little memory for states, so many are taken.
         limits: Of this machine.
         num_steps: Of each kind that count.
         device: Where the model is.
@@ -679,10 +691,11 @@ def profile_engine(
     clock = clock_of(device)
     cost = measure_timer_cost(clock)
     plans: dict[str, Iterator[Work]] = {
-        "decode, 1 request": decoding(engine, 1, 2 * num_steps),
-        "decode, 16 requests": decoding(engine, 16, 2 * num_steps),
-        f"a prompt of {NUM_PROMPT_TOKENS} tokens": prefilling(engine),
+        "decode, 1 request": decoding(engine, 1, 2 * num_steps)
     }
+    if (num := min(16, engine.scheduler.max_num_seqs)) > 1:
+        plans[f"decode, {num} requests"] = decoding(engine, num, 2 * num_steps)
+    plans[f"a prompt of {NUM_PROMPT_TOKENS} tokens"] = prefilling(engine)
     profiles = []
     for name, steps in plans.items():
         profile = profile_steps(engine, name, steps, num_steps, limits, cost, clock)
@@ -753,3 +766,30 @@ def draw_profiles(axes: Any, profiles: Sequence[StepProfile]) -> None:
     num_columns = int(axes.figure.get_figwidth() // 2)
     handles = axes.get_legend_handles_labels()
     axes.figure.legend(*handles, loc="outside lower center", ncols=num_columns)
+
+
+def work_on_states(
+    net: DeltaNetSpec, work: Work, num_bytes: int
+) -> dict[str, tuple[float, float]]:
+    """Return the bytes and the operations of the ops of all delta nets.
+
+    Args:
+        net: Their sizes.
+        work: Of a step; each of its requests has a state.
+        num_bytes: Of a weight, and of a number that the convolution keeps.
+    """
+    conv, matrix = prod(net.conv_state_shape), prod(net.state_shape)
+    moved = 2 * work.num_sampled * len(net.layers)  # states, read and written
+    rows = work.num_tokens * len(net.layers)
+    weights = net.conv_size * net.conv_kernel_size
+    # Of each token the rule multiplies the matrix with its key, adds an outer product,
+    # and multiplies with the query. In chunks it is more, not less.
+    rule = (4 * moved * matrix, 6 * rows * matrix)
+    return {
+        "causal_conv1d": (
+            num_bytes * (moved * conv + len(net.layers) * weights),
+            2 * rows * weights,
+        ),
+        "recurrent_delta_rule": rule,
+        "chunked_delta_rule": rule,
+    }

@@ -2,7 +2,7 @@
 
 Called by the command line.
 
-Source: appendix A9, "Measuring"; appendix A22, "Profiling".
+Source: appendix A9, "Measuring"; appendix A22, "Profiling"; appendix A31, "Load".
 """
 
 from collections.abc import Sequence
@@ -174,8 +174,11 @@ def text_chart(bars: Sequence[Bar]) -> str:
     return "\n".join(lines)
 
 
-def check_matplotlib() -> None:
+def check_matplotlib(option: str = "--figure") -> None:
     """Refuse to draw before anything is measured, if that cannot work.
+
+    Args:
+        option: Which asks for a figure.
 
     Raises:
         BackendUnavailable: matplotlib is not installed.
@@ -185,7 +188,7 @@ def check_matplotlib() -> None:
     except ImportError as error:
         raise BackendUnavailable(
             f"a figure needs matplotlib ({error}): pip install matplotlib, or leave "
-            "--figure out and read the bars of text"
+            f"{option} out and read the text"
         ) from error
 
 

@@ -5,7 +5,8 @@ on standard error, so that a pipe gets the text alone.
 
 In vLLM: vllm/entrypoints/cli/openai.py (CompleteCommand), a client of its server.
 Source: appendix A4, "The command line"; appendix A9, "Measuring"; appendix A14, "One
-    prompt, many answers"; appendix A21, "CUDA graphs"; appendix A27, "Thinking".
+    prompt, many answers"; appendix A21, "CUDA graphs"; appendix A27, "Thinking";
+    appendix A34, "A chat in the terminal".
 """
 
 import argparse
@@ -81,44 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this subcommand."""
     add = parser.add_argument
     add("prompt", metavar="PROMPT", help="what to ask; - reads it from standard input")
-    add(
-        "--max-tokens",
-        type=integer(1),
-        metavar="N",
-        help=f"stop after N tokens (default: {DEFAULT_MAX_TOKENS}, or as many as fit)",
-    )
-    add(
-        "--temperature",
-        type=temperature,
-        default=0.0,
-        metavar="T",
-        help="0 takes the likeliest token, higher is more random, auto is what the "
-        "model's makers recommend (default: 0)",
-    )
-    for name, (kind, text) in SAMPLING_OPTIONS.items():
-        metavar = "K" if kind is int else "P"
-        add(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
-    add(
-        "--seed",
-        type=integer(0, 2**64 - 1),
-        metavar="N",
-        help="make random choices repeatable",
-    )
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end the answer before this text; may be given several times",
-    )
-    add("--system", metavar="TEXT", help="a system message to put before the prompt")
-    add(
-        "--chat-template-kwargs",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help="variables of the chat template, such as '{\"enable_thinking\": false}'",
-    )
+    add_sampling_options(parser, f"{DEFAULT_MAX_TOKENS}, or as many as fit")
     add(
         "--split-reasoning",
         action="store_true",
@@ -247,11 +211,12 @@ def run(arguments: argparse.Namespace) -> int:
     from minivllm.text.tokenizer import Tokenizer
 
     # Whatever can be refused is refused before the weights are read.
-    names = ("temperature", "split_reasoning", "stop", *SAMPLING_OPTIONS)
-    given = {name: getattr(arguments, name) for name in names}
-    wishes = {name: value for name, value in given.items() if value is not None}
     seed = secrets.randbits(64) if arguments.seed is None else arguments.seed
-    params = SamplingParams(seed=seed, **wishes)
+    params = SamplingParams(
+        seed=seed,
+        split_reasoning=arguments.split_reasoning,
+        **sampling_wishes(arguments),
+    )
     folder = resolve_model(arguments.model, progress=True)
     prompt_token_ids = encode_prompt(Tokenizer.from_dir(folder), prompt, arguments)
     spec = load_spec(folder)
@@ -272,3 +237,60 @@ def run(arguments: argparse.Namespace) -> int:
         max_model_len=context,
     ) as llm:
         return stream(llm, prompt_token_ids, replace(params, max_tokens=max_tokens))
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, default_length: str) -> None:
+    """Add the options that say how an answer is drawn, and what stands before it.
+
+    Args:
+        parser: Of the subcommand.
+        default_length: How long an answer may be if --max-tokens does not say.
+    """
+    add = parser.add_argument
+    add(
+        "--max-tokens",
+        type=integer(1),
+        metavar="N",
+        help=f"stop after N tokens (default: {default_length})",
+    )
+    add(
+        "--temperature",
+        type=temperature,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token, higher is more random, auto is what the "
+        "model's makers recommend (default: 0)",
+    )
+    for name, (kind, text) in SAMPLING_OPTIONS.items():
+        metavar = "K" if kind is int else "P"
+        add(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    add(
+        "--seed",
+        type=integer(0, 2**64 - 1),
+        metavar="N",
+        help="make random choices repeatable",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be given several times",
+    )
+    add("--system", metavar="TEXT", help="a system message to put before the prompt")
+    add(
+        "--chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}'",
+    )
+
+
+def sampling_wishes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what was asked for, by the names of `SamplingParams`; no unset ones."""
+    given = {
+        name: getattr(arguments, name)
+        for name in ("temperature", "stop", *SAMPLING_OPTIONS)
+    }
+    return {name: value for name, value in given.items() if value is not None}

@@ -6,7 +6,9 @@ named subcommand is imported, so `--help` loads no array library.
 
 In vLLM: vllm/entrypoints/cli/main.py.
 Source: appendix A4, "The command line"; appendix A8, "Traces"; appendix A9,
-    "Measuring"; appendix A16, "Launching kernels"; appendix A23, "Reading families".
+    "Measuring"; appendix A16, "Launching kernels"; appendix A23, "Reading families";
+    appendix A31, "Load"; appendix A32, "A server that stays up"; appendix A34, "A chat
+    in the terminal".
 """
 
 import argparse
@@ -20,6 +22,13 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from minivllm import __version__
+from minivllm.cli.config_file import (
+    CONFIG,
+    FileOptions,
+    add_config_option,
+    find_file_options,
+    options_in,
+)
 from minivllm.errors import MinivllmError
 
 # Exit codes, beside 0 for done.
@@ -37,6 +46,9 @@ COMMANDS = {
         "minivllm.cli.check",
         "say what a checkpoint is, and whether it is computed as it should be",
     ),
+    "bench serve": ("minivllm.cli.bench_serve", "send many requests to a server"),
+    "serve": ("minivllm.cli.serve", "answer over HTTP, to any client of OpenAI's"),
+    "chat": ("minivllm.cli.chat", "talk with a model, or with a server"),
 }
 
 EXIT_CODES = """\
@@ -51,6 +63,8 @@ exit codes:
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors our way and completes no option."""
 
+    _file: FileOptions | None = None
+
     def __init__(self, prog: str, description: str, epilog: str) -> None:
         super().__init__(
             prog=prog,
@@ -61,6 +75,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Report wrong usage in one line and exit."""
+        named = re.match(r"argument (--[\w-]+)", message)
+        if self._file and named and named[1] in self._file.names:
+            message = f"in {self._file.path}: {message}"
         self.exit(WRONG_USAGE, f"minivllm: error: {message}; see {self.prog} --help\n")
 
     def refuse(self, kind: str, name: str, known: Collection[str]) -> NoReturn:
@@ -71,12 +88,20 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the arguments, every one of them, or exit."""
-        for argument in argv[: argv.index("--")] if "--" in argv else argv:
+        known = self._option_string_actions
+        for option in options_in(argv):
             # argparse would complain of something else first, or take an option
             # with a space in its value for text.
-            option = re.match(r"--?[A-Za-z][\w-]*(?==|$)", argument)
-            if option and option[0] not in self._option_string_actions:
-                self.refuse("option", option[0], self._option_string_actions)
+            if option not in known:
+                self.refuse("option", option, known)
+        if CONFIG in known:
+            unnamed = [a for a in self._actions if not a.option_strings]
+            optional = {f"--{a.dest}": a for a in unnamed if a.nargs == "?"}
+            try:
+                self._file = find_file_options(argv, optional | known)
+            except argparse.ArgumentTypeError as error:
+                self.error(f"argument {CONFIG}: {error}")
+            argv = self._file.add_to(argv) if self._file else argv
         arguments, unknown = self.parse_known_args(argv)
         if unknown:
             self.error(f"{unknown[0]!r} is one argument too many: put a text in quotes")
@@ -98,16 +123,27 @@ def top_level_parser() -> Parser:
     return parser
 
 
+def find_command(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the subcommand that the arguments begin with, and its own arguments.
+
+    Its name may have two words, such as `bench serve`; then these are preferred.
+    """
+    for num_words in (2, 1):
+        name = " ".join(argv[:num_words])
+        if name in COMMANDS:
+            return name, argv[num_words:]
+    parser = top_level_parser()
+    parser.refuse("command", parser.parse(argv[:1]).command, COMMANDS)
+
+
 def dispatch(argv: Sequence[str]) -> int:
     """Run the subcommand that the arguments name and return its exit code."""
-    if not argv or argv[0] not in COMMANDS:
-        parser = top_level_parser()
-        parser.refuse("command", parser.parse(argv[:1]).command, COMMANDS)
-    name, *rest = argv
+    name, rest = find_command(argv)
     module_name, description = COMMANDS[name]
     module = importlib.import_module(module_name)
     parser = Parser(f"minivllm {name}", description, module.EXAMPLES)
     module.configure(parser)
+    add_config_option(parser)
     return module.run(parser.parse(rest))
 
 

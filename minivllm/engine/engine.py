@@ -8,7 +8,7 @@ with a reason, whatever goes wrong. Not safe to call from several threads: `LLM`
 
 In vLLM: vllm/v1/engine/llm_engine.py (LLMEngine), vllm/v1/engine/core.py (EngineCore).
 Source: chapter 4, "Continuous batching"; appendix A14, "One prompt, many answers";
-    appendix A27, "Thinking"; chapter 8, "Hybrid attention".
+    appendix A27, "Thinking"; chapter 8, "Hybrid attention"; chapter 9, "Serving".
 """
 
 import itertools
@@ -21,9 +21,16 @@ from typing import Any
 
 from minivllm.engine.block_manager import BlockManager
 from minivllm.engine.cache_manager import CacheManager
+from minivllm.engine.config import EngineConfig
+from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.scheduler import Policy, Scheduler
-from minivllm.engine.trace import begin_record, finish_record
-from minivllm.errors import ConfigError, RequestError
+from minivllm.engine.trace import (
+    TraceWriter,
+    begin_record,
+    describe_engine,
+    finish_record,
+)
+from minivllm.errors import RequestError
 from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minivllm.request import (
     ModelOutput,
@@ -39,6 +46,7 @@ from minivllm.sampling.params import (
     GUIDES,
     UNSET,
     SamplingParams,
+    check_max_logprobs,
     check_min_tokens,
 )
 from minivllm.sampling.uniform import seed_of
@@ -109,9 +117,12 @@ class RequestState:
 class LLMEngine:
     """Runs any number of requests at once."""
 
+    metrics: EngineMetrics | None = None  # set one, and it counts from then on
+    _trace: TraceWriter | None = None
+
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
         max_num_seqs: int = 64,
@@ -125,7 +136,8 @@ class LLMEngine:
         """Build an engine around a runner.
 
         Args:
-            runner: What computes; it brings the size of the cache.
+            runner: What computes; it brings the size of the cache. Or a configuration,
+                which says all the rest as well: the model is loaded then.
             tokenizer: Turns text into tokens and back; without it, prompts are token
                 ids and answers have no text.
             max_num_seqs: Requests in a step at most; fewer, if the runner has fewer
@@ -138,7 +150,19 @@ class LLMEngine:
                 `SamplingParams`, for parameters that a request leaves unset.
             max_logprobs: Of how many tokens a request may have the log-probabilities,
                 for each place of its text; -1 for all.
+
+        Raises:
+            ConfigError: An option is impossible.
+            MinivllmError: The model of a configuration cannot be loaded.
         """
+        if isinstance(runner, EngineConfig):
+            config = runner
+            self.__init__(**config.load())
+            if config.trace is not None:
+                header = describe_engine(self, config.model_name)
+                self._trace = TraceWriter(config.trace, header)
+                self.listeners.append(self._trace)
+            return
         check_max_logprobs(max_logprobs)
         self.runner = runner
         self.tokenizer = tokenizer
@@ -176,7 +200,8 @@ class LLMEngine:
             one with `only_final`, when it has ended.
         """
         try:
-            plan = self.scheduler.schedule(self.runner.now())
+            start = self.runner.now()
+            plan = self.scheduler.schedule(start)
             record = begin_record(self, plan) if self.listeners else None
             self._untold += [*plan.failed, *plan.requests]
             self._untold += itertools.chain(*plan.followers.values())
@@ -187,6 +212,8 @@ class LLMEngine:
                 self._untold += [c.request for c in state.continuations]
             raise
         told = list(self._untold)
+        if self.metrics is not None:
+            self.metrics.add_step(plan, told, start, self.runner.now())
         self._emit()
         if record is not None:
             finish_record(record, self, result, told)
@@ -546,11 +573,19 @@ class LLMEngine:
             reasoning_content=continuation.reasoning_content,
         )
 
+    def close(self) -> None:
+        """Give back the memory of model and cache; requests that run get no end."""
+        self.runner.close()
+        if self._trace is not None:
+            self._trace.close()
+
     def _forget_finished(self, state: RequestState) -> None:
         if state.is_finished:
             del self._states[state.request_id]
             for continuation in state.continuations:
                 self._names.remove(continuation.request.request_id)
+                if self.metrics is not None:
+                    self.metrics.add_finished(continuation.request)
 
     def _watch_free_blocks(self) -> None:
         """Warn when free blocks stay scarce: preemption is near, or going on."""
@@ -669,19 +704,6 @@ def fresh(processor: Callable[..., Any]) -> Callable[..., Any]:
 def follower_id(request_id: str, index: int) -> str:
     """Return the name that a continuation has in the scheduler."""
     return f"{request_id}#{index}"
-
-
-def check_max_logprobs(value: int) -> None:
-    """Refuse a limit that is none.
-
-    The log-probabilities of all tokens are seconds of work and gigabytes of answer for
-    a short prompt already, while every neighbour waits.
-    """
-    if type(value) is not int or value < -1:
-        raise ConfigError(
-            f"max_logprobs is {value!r}, but must be an integer of at least 0, or -1 "
-            "for no limit"
-        )
 
 
 def spellings_of(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:

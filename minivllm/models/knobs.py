@@ -42,9 +42,11 @@ def experts_of(moe: MoeSpec | None, num_layers: int) -> str:
     if moe is None:
         return "none"
     shares = "made to sum to one" if moe.norm_topk_prob else "as they are"
+    size = moe.shared_intermediate_size
+    shared = f"; one for every token, {size} wide" if size else ""
     return (
         f"{moe.top_k} of {moe.num_experts}, {moe.intermediate_size} wide, in "
-        f"{len(moe.layers)} of {num_layers} layers; shares {shares}"
+        f"{len(moe.layers)} of {num_layers} layers; shares {shares}{shared}"
     )
 
 

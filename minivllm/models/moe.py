@@ -75,6 +75,11 @@ def upcycle(
     source, folder = Path(dense_checkpoint), Path(folder)
     config = read_json(source / "config.json")
     check_upcycling(config, num_experts, top_k, split)
+    if type(seed) is not int or not 0 <= seed < 2**64:
+        raise ConfigError(
+            f"seed is {seed!r:.80}, but must be an integer from 0 to 2**64 - 1: it "
+            "starts the random numbers of the router"
+        )
     spec = family_of(config).read_spec(config)
     stored = tensor_files(source)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -40,6 +40,7 @@ BACKENDS = ("auto", "torch", "numpy", "fake")
 DEFAULT_CPU_BYTES = 2**30
 DEFAULT_GPU_SHARE = 0.9
 DEFAULT_MAX_MODEL_LEN = 4096
+MAX_INTEGER = 2**31 - 1  # block tables and the places of requests are int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +59,13 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_batched_tokens"):
             check_integer(name, getattr(self, name))
-        for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):
+        for name in ("num_blocks", "max_model_len"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name))
+        if self.kv_cache_memory_bytes is not None:
+            check_integer(
+                "kv_cache_memory_bytes", self.kv_cache_memory_bytes, limit=None
+            )
         share = self.gpu_memory_utilization
         if share is not None and not (
             isinstance(share, int | float) and 0 < share <= 1
@@ -107,10 +112,12 @@ class CacheConfig:
         return rounded
 
 
-def check_integer(name: str, value: Any) -> None:
-    """Refuse an option that is no integer of at least 1."""
+def check_integer(name: str, value: Any, limit: int | None = MAX_INTEGER) -> None:
+    """Refuse an option that is no integer of at least 1, or one above a limit."""
     if type(value) is not int or value < 1:
         raise ConfigError(f"{name} is {value!r}, but must be an integer of at least 1")
+    if limit is not None and value > limit:
+        raise ConfigError(f"{name} is {value:,}, but {limit:,} is the limit: lower it")
 
 
 def choose_backend(backend: str) -> str:
@@ -182,9 +189,10 @@ def build_runner(
     try:
         runner = build[backend](decoder, cache, vocab_size)
     except (MemoryError, RuntimeError) as error:
+        states = ", or max_num_seqs" if decoder.spec.delta_net else ""
         raise ConfigError(
             f"the KV cache cannot be reserved ({error}): lower num_blocks, "
-            "kv_cache_memory_bytes or gpu_memory_utilization"
+            f"kv_cache_memory_bytes or gpu_memory_utilization{states}"
         ) from error
     logger.info(
         "KV cache: %d blocks of %d tokens, max_model_len %d",
@@ -316,9 +324,16 @@ def count_blocks(
         block_bytes = cache.block_size * kv_bytes_per_token(spec, bytes_per_element)
         state = state_bytes(spec, bytes_per_element)
         states = f", and a request's states {state:,}" if state else ""
+        is_state_in = state < budget  # then smaller blocks could fit beside it
         raise ConfigError(
             f"the KV cache may take {max(budget, 0):,} bytes, but one block of "
             f"{cache.block_size} tokens needs {block_bytes:,}{states}: raise "
-            "kv_cache_memory_bytes or gpu_memory_utilization, or lower block_size"
+            "kv_cache_memory_bytes or gpu_memory_utilization"
+            f"{', or lower block_size' if is_state_in else ''}"
+        )
+    if num_blocks > MAX_INTEGER:
+        raise ConfigError(
+            f"the KV cache may take {budget:,} bytes, which are {num_blocks:,} blocks, "
+            f"but {MAX_INTEGER:,} is the limit: lower kv_cache_memory_bytes"
         )
     return num_blocks, layout

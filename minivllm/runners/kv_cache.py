@@ -87,9 +87,14 @@ class CacheLimits:
         return self.max_num_seqs * (of_a_window + 1) + of_a_step
 
     @property
+    def blocks_of_text(self) -> int:
+        """How many blocks a request needs that is as long as can be."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
     def max_full_blocks(self) -> int:
         """How many blocks all requests need if each is as long as can be."""
-        return self.max_num_seqs * -(-self.max_model_len // self.block_size)
+        return self.max_num_seqs * self.blocks_of_text
 
 
 def share_out(
@@ -112,6 +117,8 @@ def share_out(
         num_states = max(1, min(limits.max_num_seqs, num_states))
         num_kept = min(4 * num_states, int(memory_bytes * KEPT_SHARE) // state)
         memory_bytes -= (num_states + num_kept) * state
+        if memory_bytes < 0:  # not even one
+            return 0, CacheLayout(num_states=1)
     states = {"num_states": num_states, "num_kept_states": num_kept}
     kv_size = 2 * spec.num_kv_heads * spec.head_dim * bytes_per_element
     kv_size *= limits.block_size
@@ -120,11 +127,13 @@ def share_out(
     )
     window = spec.max_window
     if window is None:
-        num_blocks = memory_bytes // full if full else limits.max_full_blocks
+        # Without a layer that attends, a block is a number only, and takes nothing.
+        num_texts = num_states + num_kept
+        num_blocks = memory_bytes // full if full else num_texts * limits.blocks_of_text
         return max(0, num_blocks), CacheLayout(**states)
     num_windows = limits.max_window_blocks(window)
     num_blocks = memory_bytes // (full + apart)
-    if num_blocks > num_windows:  # the rest of the memory is for the other layers
+    if num_blocks >= num_windows:  # the rest of the memory is for the other layers
         num_blocks = limits.max_full_blocks
         if full:
             num_blocks = (memory_bytes - num_windows * apart) // full

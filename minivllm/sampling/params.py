@@ -5,7 +5,8 @@ caller goes on to change changes nothing. Read by the scheduler (limits and stop
 the runners (choice of tokens) and by the engine (text).
 
 In vLLM: vllm/sampling_params.py (SamplingParams).
-Source: appendix A5, "Records"; appendix A11, "Sampling parameters".
+Source: appendix A5, "Records"; appendix A11, "Sampling parameters"; appendix A14, "One
+    prompt, many answers".
 """
 
 import difflib
@@ -18,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minivllm.errors import RequestError
+from minivllm.errors import ConfigError, RequestError
 
 DEFAULT_MAX_TOKENS = 16  # as in vLLM
 
@@ -424,4 +425,17 @@ def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
         raise RequestError(
             f"min_tokens is {min_tokens}, but must be at most max_tokens, which is "
             f"{max_tokens}: raise max_tokens"
+        )
+
+
+def check_max_logprobs(value: int) -> None:
+    """Refuse a limit that is none.
+
+    The log-probabilities of all tokens are seconds of work and gigabytes of answer for
+    a short prompt already, while every neighbour waits.
+    """
+    if type(value) is not int or value < -1:
+        raise ConfigError(
+            f"max_logprobs is {value!r}, but must be an integer of at least 0, or -1 "
+            "for no limit"
         )

@@ -6,7 +6,7 @@ Invariant: a template cannot reach Python, nor change the messages; whatever goe
 in it is an error of ours. Called by the tokenizer.
 
 In vLLM: vllm/renderers/hf.py, safe_apply_chat_template, around transformers.
-Source: appendix A2, "Text"; appendix A27, "Thinking".
+Source: appendix A2, "Text"; appendix A27, "Thinking"; appendix A30, "Speaking OpenAI".
 """
 
 import json
@@ -185,3 +185,33 @@ def variables_of(template: str) -> frozenset[str]:
     environment = _compile(template).environment
     names = jinja2.meta.find_undeclared_variables(environment.parse(template))
     return frozenset(names - {"messages", *environment.globals})
+
+
+# Put behind the last content, to be found in the prompt: a text nobody would write.
+MARK = "⟦minivllm goes on here: 5f0c1d7be2a9⟧"
+
+
+def with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with a mark behind the content of the last one."""
+    *before, last = messages if isinstance(messages, Sequence) and messages else [{}]
+    content = last.get("content")
+    if isinstance(content, str) and content:
+        return [*before, {**last, "content": content + MARK}]
+    if isinstance(content, list) and content and content[-1].get("text"):
+        part = {**content[-1], "text": content[-1]["text"] + MARK}
+        return [*before, {**last, "content": [*content[:-1], part]}]
+    raise RequestError(
+        "continue_final_message is true, but the last message has no text to go on "
+        "with: give it some, or leave continue_final_message out"
+    )
+
+
+def cut_behind(prompt: str) -> str:
+    """Return the prompt up to the mark."""
+    before, mark, _ = prompt.rpartition(MARK)
+    if not mark:
+        raise RequestError(
+            "continue_final_message is true, but this model's chat template leaves the "
+            "last message out: leave continue_final_message out"
+        )
+    return before

@@ -9,7 +9,7 @@ construction, so threads may share one tokenizer. Called by the engine, the serv
 and the command line.
 
 In vLLM: vllm/tokenizers/hf.py, CachedHfTokenizer, around transformers' tokenizers.
-Source: appendix A2, "Text"; appendix A27, "Thinking".
+Source: appendix A2, "Text"; appendix A27, "Thinking"; appendix A30, "Speaking OpenAI".
 """
 
 import difflib
@@ -21,7 +21,7 @@ from typing import Any, SupportsIndex
 import tokenizers
 
 from minivllm.errors import ConfigError, CorruptFile, ModelNotFound, RequestError
-from minivllm.text.chat_template import render_chat, variables_of
+from minivllm.text.chat_template import cut_behind, render_chat, variables_of, with_mark
 from minivllm.text.settings import (
     named_tokens,
     read_chat_templates,
@@ -316,6 +316,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
@@ -325,11 +326,23 @@ class Tokenizer:
         template writes it or not. (`transformers` leaves it out where the template
         does.) A message that spells a special token gets that token, so a user can
         write `<|im_end|>` and end a turn: whoever minds must refuse such texts.
-        Arguments and errors are those of `apply_chat_template`.
+        Arguments and errors are those of `apply_chat_template`; and with
+        `continue_final_message` the text ends where the content of the last message
+        does, so that the model goes on with it; `add_generation_prompt` says nothing
+        then.
         """
-        text = self.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
-        )
+        variables = {"tools": tools, **kwargs}
+        if continue_final_message:
+            marked = with_mark(messages)
+            text = cut_behind(
+                self.apply_chat_template(
+                    marked, add_generation_prompt=False, **variables
+                )
+            )
+        else:
+            text = self.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, **variables
+            )
         return self._with_start(self._encode(text))
 
     def check_template_kwargs(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -29,11 +29,16 @@ def needed(cells: list[NotebookNode], exercises: list[Exercise]) -> set[int]:
 
     Found by following names backwards from the checks; the setup cell always counts.
     What a function looks up is bound when it is called, perhaps in a later cell than
-    its own, so the way back is gone again until nothing is added.
+    its own, so the way back is gone again until nothing is added. To import a name that
+    is there already changes nothing.
     """
     own = {i for e in exercises for i in (e.solution, e.check, *e.wrong)}
     code = [i for i, cell in enumerate(cells) if cell.cell_type == "code"]
     imported = {name for i in code for name in imported_names(cells[i].source)}
+    first: dict[str, int] = {}  # name -> the first cell that binds it
+    for index in code:
+        for name in binds(cells[index].source):
+            first.setdefault(name, index)
     found, size = {code[0]}, 0
     while len(found) > size:
         size = len(found)
@@ -41,7 +46,8 @@ def needed(cells: list[NotebookNode], exercises: list[Exercise]) -> set[int]:
         names: set[str] = set()
         for index in reversed(code[1:]):
             source = cells[index].source
-            bound = binds(source)
+            again = {n for n in imported_names(source) if first.get(n, index) < index}
+            bound = binds(source) - again
             if index in own:
                 names |= reads(source)
             elif (names | later) & (bound | (changes(source) - imported)):

@@ -9,8 +9,8 @@ from minivllm.ops.cuda_delta_net import (
     kernel_chunked_delta_rule,
     kernel_recurrent_delta_rule,
 )
+from tests.op_tools import assert_close
 from tests.test_cuda_delta_net import conv_inputs, rule_inputs, starts_of, with_copy
-from tests.test_cuda_ops import assert_close
 
 LENGTHS = (300, 1, 77)
 SIZES = (4, 8, 128, 128)

@@ -14,8 +14,9 @@ from minivllm.ops.cuda import fused_add_rms_norm, paged_attention, rms_norm, sof
 from minivllm.request import ModelOutput, SchedulerOutput
 from minivllm.runners.torch_runner import TorchRunner
 from tests import test_cuda_layers
+from tests.op_tools import assert_close
 from tests.parity.tiny import numpy_decoder, torch_decoder
-from tests.test_cuda_ops import assert_close, norms_and_shares, operators
+from tests.test_cuda_ops import norms_and_shares, operators
 from tests.test_torch_runner import (
     BLOCK_SIZE,
     NUM_NEW,

@@ -11,7 +11,7 @@ from minivllm.ops.cuda_moe import (
     kernel_moe_permute,
     kernel_topk_softmax,
 )
-from tests.test_cuda_ops import assert_close
+from tests.op_tools import assert_close
 
 TOP_K = 4
 

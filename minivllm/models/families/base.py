@@ -169,6 +169,12 @@ def read_common(config: Mapping[str, Any]) -> dict[str, Any]:
             f"dtype is {dtype!r} in config.json, but must be float32, float16 or "
             "bfloat16: choose another model"
         )
+    if config.get("head_dim") is None and sizes["num_heads"] > sizes["hidden_size"]:
+        raise ConfigError(
+            f"num_attention_heads is {sizes['num_heads']} in config.json, but "
+            f"hidden_size is {sizes['hidden_size']}, and each head takes its share of "
+            "that: fetch the model's own file, or say head_dim"
+        )
     return {
         **sizes,
         "num_kv_heads": positive(config, "num_key_value_heads", sizes["num_heads"]),

@@ -23,8 +23,8 @@ from minivllm.models.families.base import (
 from minivllm.models.families.gemma3 import text_settings
 from minivllm.models.families.qwen3 import unstack_experts
 from minivllm.models.families.rope import read_rope
-from minivllm.models.families.windows import FULL
-from minivllm.models.spec import DeltaNetSpec, ModelSpec, MoeSpec
+from minivllm.models.families.windows import FULL, read_layer_types
+from minivllm.models.spec import DeltaNetSpec, ModelSpec, MoeSpec, check_size
 
 LINEAR = "linear_attention"
 QWEN3_5_DEFAULTS = {
@@ -66,22 +66,12 @@ def read_linear_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     Raises:
         ConfigError: A type is unknown, or they are more or fewer than the layers.
     """
-    types, num_layers = config.get("layer_types"), config["num_hidden_layers"]
+    types = read_layer_types(config, known=(FULL, LINEAR))
     if types is None:
         period = positive(config, "full_attention_interval")
-        types = [LINEAR if (i + 1) % period else FULL for i in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers:
-        count = f"has {len(types)} entries" if isinstance(types, list) else "is no list"
-        raise ConfigError(
-            f"layer_types {count} in config.json, but must have one for each of the "
-            f"{num_layers} layers: fetch the model's own file"
-        )
-    for kind in types:
-        if kind not in (FULL, LINEAR):
-            raise ConfigError(
-                f"config.json has a layer of the type {kind!r}, but {FULL} and "
-                f"{LINEAR} are supported: choose another model"
-            )
+        check_size("full_attention_interval", period)
+        layers = range(config["num_hidden_layers"])
+        types = [LINEAR if (layer + 1) % period else FULL for layer in layers]
     return tuple(i for i, kind in enumerate(types) if kind == LINEAR)
 
 
@@ -153,17 +143,16 @@ def read_qwen3_5_moe(config: Mapping[str, Any]) -> ModelSpec:
         )
     # It has no other MLP than its experts; the spec wants a size all the same.
     config.setdefault("intermediate_size", config["moe_intermediate_size"])
+    parts = read_parts(config)
     moe = MoeSpec(
-        layers=tuple(range(config["num_hidden_layers"])),
+        layers=tuple(range(parts["num_layers"])),
         num_experts=positive(config, "num_experts"),
         top_k=positive(config, "num_experts_per_tok"),
         intermediate_size=positive(config, "moe_intermediate_size"),
         norm_topk_prob=True,
         shared_intermediate_size=positive({"shared": shared}, "shared", 512),
     )
-    return ModelSpec(
-        architecture="Qwen3_5MoeForCausalLM", **read_parts(config), moe=moe
-    )
+    return ModelSpec(architecture="Qwen3_5MoeForCausalLM", **parts, moe=moe)
 
 
 def read_parts(config: Mapping[str, Any]) -> dict[str, Any]:

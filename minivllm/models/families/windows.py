@@ -13,8 +13,14 @@ from minivllm.models.spec import check_size
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_layer_types(config: Mapping[str, Any]) -> list[str] | None:
+def read_layer_types(
+    config: Mapping[str, Any], known: tuple[str, str] = (FULL, SLIDING)
+) -> list[str] | None:
     """Read what config.json says of each layer; None if it says nothing.
+
+    Args:
+        config: With or without `layer_types`.
+        known: The types that the family may have.
 
     Raises:
         ConfigError: A type is unknown, or they are more or fewer than the layers.
@@ -29,10 +35,10 @@ def read_layer_types(config: Mapping[str, Any]) -> list[str] | None:
             f"{num_layers} layers: fetch the model's own file"
         )
     for layer_type in types:
-        if layer_type not in (FULL, SLIDING):
+        if layer_type not in known:
             raise ConfigError(
-                f"config.json has a layer of the type {layer_type!r}, but {FULL} and "
-                f"{SLIDING} are supported: choose another model"
+                f"config.json has a layer of the type {layer_type!r}, but "
+                f"{' and '.join(known)} are supported: choose another model"
             )
     return types
 
