@@ -132,5 +132,5 @@ endif
 	@$(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is None)" \
 		&& sed '/^nvidia-/d' .venv/constraints.txt > .venv/test.txt \
 		|| cp .venv/constraints.txt .venv/test.txt
-	$(PIP) install -q -c .venv/test.txt -e ".[torch,grammar,book,test]"
+	$(PIP) install -q -c .venv/test.txt -e ".[torch,grammar,server,book,test]"
 	@touch $@
