@@ -28,7 +28,7 @@ TESTING := CI=true OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
 	TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-kernels gpu check book chapters serve-book clean clean-all
+.PHONY: help demo test test-slow test-kernels test-soak test-ray gpu check book chapters serve-book clean clean-all
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" \
@@ -48,6 +48,12 @@ test-slow: .venv/test.stamp  ## run the tests that take minutes
 
 test-kernels: .venv/test.stamp  ## all kernel tests: every shape, order and planted bug
 	$(TESTING) $(BIN)/python -m pytest -q -n $(WORKERS) --dist load -m kernels tests
+
+test-soak: .venv/test.stamp  ## 64 clients who come and go, for two minutes (SOAK_SECONDS=120)
+	$(TESTING) $(BIN)/python -m pytest -q -s -m soak tests
+
+test-ray: .venv/ray.stamp  ## two replicas on Ray Serve: answers, cancelling, a killed one
+	$(TESTING) $(BIN)/python -m pytest -q -m ray tests
 
 # -m "" takes the slow ones, too. Numbers are written only if all tests pass.
 gpu: has-gpu .venv/test.stamp  ## on an NVIDIA GPU: test the kernels, then measure them
@@ -133,4 +139,9 @@ endif
 		&& sed '/^nvidia-/d' .venv/constraints.txt > .venv/test.txt \
 		|| cp .venv/constraints.txt .venv/test.txt
 	$(PIP) install -q -c .venv/test.txt -e ".[torch,grammar,server,book,test]"
+	@touch $@
+
+# Without the constraints: Ray says which versions go with it.
+.venv/ray.stamp: .venv/test.stamp
+	$(PIP) install -q -e ".[ray]" "$$(sed -n 's/^\(ray==.*\)/\1/p' requirements.txt)"
 	@touch $@

@@ -185,6 +185,18 @@ def test_special_tokens_are_shown_only_if_asked(tokenizer):
         assert last.text == text
 
 
+def test_tokens_that_the_tokenizer_does_not_know_have_no_text(tokenizer):
+    strange = tokenizer.vocab_size + 7
+    runner = FakeRunner(
+        vocab_size=strange + 1, script={"0": [*b"xy", strange, *b"z", strange]}
+    )
+    engine = LLMEngine(runner, tokenizer=tokenizer)
+    _, answer = ask(engine, max_tokens=5, logprobs=1)
+    assert answer.text == "xyz" and answer.finish_reason == "length"
+    assert answer.token_ids == [*b"xy", strange, *b"z", strange]
+    assert answer.logprobs[2][strange].decoded_token == ""
+
+
 # --- What this engine or model cannot do ---
 
 

@@ -2,9 +2,14 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,12 +26,15 @@ from minivllm.errors import (
     RequestTimeout,
 )
 from minivllm.outputs import RequestOutput
-from minivllm.request import ModelOutput, SchedulerOutput
+from minivllm.request import ModelOutput, Request, SchedulerOutput
 from minivllm.sampling.params import SamplingParams
 from tests.engine_tools import LedgerRunner, assert_all_free, continuation
+from tests.tiny_folder import write_parrot
 
 TEN = SamplingParams(max_tokens=10)
 LONG = SamplingParams(max_tokens=1000)
+NAN, INF = float("nan"), float("inf")
+SECRET = "words of somebody"
 WAIT_S = 20.0  # much longer than anything here takes
 
 
@@ -163,6 +171,67 @@ def test_a_cancelled_reader_takes_its_request_along_within_a_step():
     run(listen, engine_options)
 
 
+def test_all_who_leave_during_a_step_are_gone_before_the_next():
+    records: list[dict[str, Any]] = []
+
+    async def use(llm: AsyncLLM) -> None:
+        runner = llm.engine.runner
+        llm.engine.listeners.append(records.append)
+        streams = [await llm.add_request([i], LONG) for i in range(4)]
+        stays = await llm.add_request([9], LONG)
+        await until(lambda: len(llm.engine.scheduler.running) == 5)
+        runner.gate.clear()
+        await until(lambda: len(llm.engine.scheduler.running) == 5)
+        for stream in streams:
+            llm.close_stream(stream)
+        runner.gate.set()
+        await until(lambda: len(llm._streams) == 1)
+        llm.close_stream(stays)
+
+    run(use)
+    sizes = [len(record["running"]) for record in records]
+    assert not {2, 3, 4} & set(sizes[sizes.index(5) :]), "they left one by one"
+
+
+def test_who_asks_the_engine_itself_disturbs_nobody():
+    async def use(llm: AsyncLLM) -> RequestOutput:
+        params = SamplingParams(max_tokens=500)
+        call = llm.call_in_engine(lambda e: e.add_request("mine", [5], params))
+        await asyncio.wrap_future(call)
+        answer = await last_of(llm.generate([1, 2], TEN))
+        llm.abort("mine")
+        return answer
+
+    assert run(use).outputs[0].token_ids == continuation([1, 2], 10)
+
+
+def test_a_prompt_is_read_in_a_thread_of_its_own_with_all_options():
+    threads = []
+
+    async def use(llm: AsyncLLM) -> RequestOutput:
+        make = llm.engine.make_request
+
+        def watched(*arguments: Any, **options: Any) -> Request:
+            threads.append(threading.current_thread().name)
+            return make(*arguments, **options)
+
+        llm.engine.make_request = watched
+        return await last_of(llm.generate([1, 2], default_max_tokens=3))
+
+    assert len(run(use).outputs[0].token_ids) == 3
+    assert [name.rpartition("_")[0] for name in threads] == ["minivllm-tokenizer"]
+
+
+def test_a_prompt_of_text_is_told_with_its_answer(tmp_path):
+    config = EngineConfig(
+        model=str(write_parrot(tmp_path)), backend="numpy", num_blocks=64
+    )
+    llm = AsyncLLM(config)
+    answer = asyncio.run(last_of(llm.generate("xy", SamplingParams(max_tokens=2))))
+    llm.close()
+    assert answer.prompt == "xy" and answer.outputs[0].text == "zx"
+
+
 def test_a_dropped_generator_aborts():
     async def use(llm: AsyncLLM) -> None:
         outputs = llm.generate([1, 2], LONG)
@@ -244,8 +313,10 @@ def test_one_too_many_is_told_when_to_come_again():
         llm.engine.runner.gate.clear()
         streams = [await llm.add_request([i], TEN) for i in range(3)]
         streams.append(await llm.add_request([5], SamplingParams(n=2, max_tokens=2)))
+        make, llm.engine.make_request = llm.engine.make_request, None  # not even read
         with pytest.raises(EngineOverloaded, match="at most 5") as refusal:
             await llm.add_request([3], TEN)
+        llm.engine.make_request = make
         assert 1 <= refusal.value.retry_after_s <= 60
         llm.engine.runner.gate.set()
         for stream in streams:
@@ -253,6 +324,44 @@ def test_one_too_many_is_told_when_to_come_again():
         assert (await last_of(llm.generate([3], TEN))).finished
 
     run(use, {"max_num_seqs": 2}, max_num_waiting=3)
+
+
+def test_those_who_come_at_the_same_moment_are_no_more_than_fit():
+    async def use(llm: AsyncLLM) -> None:
+        llm.engine.runner.gate.clear()
+        found = await asyncio.gather(
+            *(llm.add_request([i], TEN) for i in range(9)), return_exceptions=True
+        )
+        assert sum(isinstance(f, OutputStream) for f in found) == 5
+        assert sum(isinstance(f, EngineOverloaded) for f in found) == 4
+
+    run(use, {"max_num_seqs": 2}, max_num_waiting=3)
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds"),
+    [
+        *(((), 1), ((5.0,), 1), ((5.0, 7.5), 3), ((0.0, 1.0, 6.0), 3)),
+        *(((1.0, 1.0), 1), ((1.0, 500.0), 60)),
+    ],
+)
+def test_how_long_until_there_is_a_place(times, seconds):
+    async def use(llm: AsyncLLM) -> None:
+        llm._end_times.extend(times)
+        assert llm._seconds_until_place() == seconds
+
+    run(use)
+
+
+def test_ends_are_remembered_for_a_while():
+    async def use(llm: AsyncLLM) -> None:
+        for _ in range(20):
+            await last_of(llm.generate([1], SamplingParams(max_tokens=1)))
+        times = list(llm._end_times)
+        assert len(times) == 16 and times == sorted(times)
+        assert all(0 < time.monotonic() - t < 2 * WAIT_S for t in times)
+
+    run(use)
 
 
 def test_time_is_up():
@@ -267,6 +376,64 @@ def test_time_is_up():
                 assert not output.finished
 
     run(use, timeout_s=0.3)
+
+
+def output(finished: bool = False) -> RequestOutput:
+    names = (field.name for field in fields(RequestOutput))
+    return RequestOutput(**dict.fromkeys(names) | {"finished": finished})
+
+
+def test_an_ended_stream_takes_and_tells_nothing_more():
+    async def use() -> None:
+        first, last = output(), output(finished=True)
+        for end in (last, RequestTimeout("too late")):
+            stream = OutputStream("a")
+            stream.put(first)
+            assert stream.is_open and await anext(stream) is first
+            stream.put(end)
+            assert not stream.is_open
+            stream.put(output())
+            stream.put(EngineDead("afterwards"))
+            if end is last:
+                assert await anext(stream) is last
+            else:
+                with pytest.raises(RequestTimeout):
+                    await anext(stream)
+            for _ in range(2):
+                assert [o async for o in stream] == []
+        stream = OutputStream("a")
+        stream.end()
+        stream.put(last)
+        assert [o async for o in stream] == []
+
+    asyncio.run(asyncio.wait_for(use(), WAIT_S))
+
+
+def test_who_waits_for_a_stream_hears_that_somebody_else_closed_it():
+    async def use(llm: AsyncLLM) -> None:
+        llm.engine.runner.gate.clear()
+        stream = await llm.add_request([1], LONG)
+        reader = asyncio.create_task(anext(stream, "no more"))
+        await asyncio.sleep(0)  # now it waits
+        llm.close_stream(stream)
+        assert await reader == "no more"
+
+    run(use)
+
+
+def test_the_timer_of_an_ended_stream_is_off():
+    async def use() -> list[str]:
+        called, later = [], asyncio.Event()
+        for name in ("goes on", "ends"):
+            stream = OutputStream(name)
+            stream.limit(0.01, partial(called.append, name))
+            if name == "ends":
+                stream.end()
+        stream.loop.call_later(0.02, later.set)
+        await later.wait()
+        return called
+
+    assert asyncio.run(use()) == ["goes on"]
 
 
 def test_a_timer_does_not_outlive_its_request():
@@ -290,17 +457,30 @@ def test_a_failed_step_ends_its_requests_and_the_engine_lives(error):
     run(use)
 
 
-def test_when_the_engine_dies_everybody_hears_of_it():
+class Fault(BaseException):
+    """Nothing that a runner should raise."""
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(SECRET), Fault(SECRET)])
+def test_when_the_engine_dies_everybody_hears_of_it(caplog, error):
     dead = []
+
+    def die(record: dict[str, Any]) -> None:
+        raise error
 
     async def use(llm: AsyncLLM) -> None:
         llm.death_listeners.append(dead.append)
         streams = [await llm.add_request([i], LONG) for i in range(3)]
         await until(lambda: llm.engine.num_steps > 2)
-        llm.engine.listeners.append(lambda record: 1 / 0)
+        llm.engine.listeners.append(die)
+        told = []
         for stream in streams:
-            with pytest.raises(EngineDead, match="ZeroDivisionError"):
+            with pytest.raises(EngineDead, match=type(error).__name__) as caught:
                 await last_of(stream)
+            told.append(caught.value)
+        # Each has one of its own: what is raised gets a traceback and a context.
+        assert len({id(error) for error in [*told, llm.error]}) == 4
+        assert not any(SECRET in str(error) for error in told)
         with pytest.raises(EngineDead):
             llm.check_health()
         with pytest.raises(EngineDead):
@@ -308,6 +488,7 @@ def test_when_the_engine_dies_everybody_hears_of_it():
 
     run(use)
     assert len(dead) == 1
+    assert SECRET in caplog.text  # for whoever runs it
 
 
 def test_closing_lets_running_requests_end_if_they_are_quick_enough():
@@ -324,6 +505,145 @@ def test_closing_lets_running_requests_end_if_they_are_quick_enough():
         assert not llm._thread.is_alive()
 
     run(use)
+
+
+def test_closing_waits_no_longer_than_for_the_last_request():
+    async def use(llm: AsyncLLM) -> None:
+        stream = await llm.add_request([1, 2], TEN)
+        llm.engine.runner.gate.clear()  # so that it has not ended before
+        closing = asyncio.create_task(llm.shutdown(drain_s=3600))
+        await until(lambda: llm._is_closing)
+        llm.engine.runner.gate.set()
+        await closing
+        assert (await last_of(stream)).outputs[0].finish_reason == "length"
+
+    run(use)
+
+
+def test_who_comes_while_the_engine_closes_gets_an_end():
+    async def use(llm: AsyncLLM) -> RequestOutput:
+        admit = llm._admit
+
+        def admit_at_the_last_moment(*arguments: Any) -> None:
+            admit(*arguments)
+            closing = threading.Thread(target=llm.close)
+            closing.start()
+            closing.join(WAIT_S)
+
+        llm._admit = admit_at_the_last_moment
+        return await last_of(await llm.add_request([1], LONG))
+
+    assert run(use).outputs[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("end", ["closing", "dead"])
+def test_an_engine_that_ends_while_a_prompt_is_read_takes_it_no_more(end):
+    async def use(llm: AsyncLLM) -> None:
+        reads, goes_on = threading.Event(), threading.Event()
+        make = llm.engine.make_request
+
+        def slowly(*arguments: Any, **options: Any) -> Request:
+            reads.set()
+            assert goes_on.wait(WAIT_S)
+            return make(*arguments, **options)
+
+        neighbour = await llm.add_request([2], LONG)
+        llm.engine.make_request = slowly
+        task = asyncio.create_task(llm.add_request([1], LONG))
+        await asyncio.to_thread(reads.wait, WAIT_S)
+        if end == "closing":
+            await llm.shutdown()
+        else:
+            llm.engine.listeners.append(lambda record: 1 / 0)
+            with pytest.raises(EngineDead):
+                await last_of(neighbour)
+        goes_on.set()
+        with pytest.raises(EngineClosing if end == "closing" else EngineDead):
+            await task
+
+    run(use)
+
+
+def test_who_waits_for_the_last_requests_does_not_wait_for_a_dead_engine():
+    async def use(llm: AsyncLLM) -> None:
+        llm.engine.runner.gate.clear()
+        stream = await llm.add_request([1], LONG)
+        closing = asyncio.create_task(llm.shutdown(drain_s=3600))
+        await until(lambda: llm._is_closing)
+        await asyncio.sleep(0.02)  # now it waits
+        llm.engine.listeners.append(lambda record: 1 / 0)
+        llm.engine.runner.gate.set()
+        with pytest.raises(EngineDead):
+            await last_of(stream)
+        await closing
+
+    run(use)
+
+
+def test_an_engine_that_was_closed_is_kept_by_nobody():
+    llm = AsyncLLM(LLMEngine(GatedRunner()))
+    llm.close()
+    left = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert left() is None
+
+
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_a_call_that_nobody_waits_for_any_more_is_left_out(is_closing):
+    engine = LLMEngine(GatedRunner())
+    llm = AsyncLLM(engine)
+    holds, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
+    engine.close = closed.set
+    called: list[LLMEngine] = []
+
+    def hold(engine: LLMEngine) -> None:
+        holds.set()
+        goes_on.wait(WAIT_S)
+
+    llm.call_in_engine(hold)
+    assert holds.wait(WAIT_S)
+    if is_closing:
+        llm._inbox.put(None)  # what `close` puts there
+    assert llm.call_in_engine(called.append).cancel()
+    goes_on.set()
+    if not is_closing:
+        assert llm.call_in_engine(lambda engine: 7).result(WAIT_S) == 7
+    llm.close()
+    assert llm.error is None and closed.is_set() and not called
+
+
+def test_an_engine_that_nobody_uses_ends_at_once_and_gives_its_memory_back():
+    async def use(llm: AsyncLLM) -> None:
+        llm.engine.close = lambda: closed.append(threading.current_thread())
+        await llm.shutdown(drain_s=3600)
+        assert closed == [llm._thread]
+
+    closed: list[threading.Thread] = []
+    run(use)
+
+
+def test_a_program_that_forgets_to_close_ends_in_the_middle_of_a_step():
+    script = """
+import asyncio
+from minivllm import LLMEngine, SamplingParams
+from minivllm.engine.async_engine import AsyncLLM
+from minivllm.runners.fake_runner import FakeRunner
+
+engine = LLMEngine(FakeRunner())
+close = engine.close
+engine.close = lambda: (close(), print("closed"))
+llm = AsyncLLM(engine)
+
+async def leave():
+    stream = await llm.add_request([1], SamplingParams(max_tokens=4000))
+    await anext(stream)
+
+asyncio.run(leave())
+"""
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "closed\n", "")
 
 
 def test_nothing_runs_while_there_is_nothing_to_do():
@@ -351,6 +671,7 @@ def test_a_loop_that_ends_leaves_nothing_behind():
         assert time.monotonic() < end
         time.sleep(0.001)
     llm.close()
+    assert llm.metrics.finished["abort"] == 1, "it was computed for nobody"
     assert_all_free(engine)
 
 
@@ -404,7 +725,13 @@ def test_an_impossible_configuration_is_refused_at_once(options):
         EngineConfig(**options)
 
 
-@pytest.mark.parametrize("options", [{"max_num_waiting": -1}, {"timeout_s": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"max_num_waiting": value} for value in (-1, True, 2.0)),
+        *({"timeout_s": value} for value in (0, -1, True, "1", NAN, INF)),
+    ],
+)
 def test_impossible_limits_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         AsyncLLM(LLMEngine(LedgerRunner()), **options)

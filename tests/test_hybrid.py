@@ -115,6 +115,33 @@ def count_preemptions(engine):
     return preempted
 
 
+@pytest.mark.parametrize(
+    ("name", "num_full", "num_apart"),
+    [
+        ("states", 2, 0),  # the other two of its four layers have states
+        ("windows", 1, 3),
+        ("states and windows", 1, 1),
+        ("states alone", 0, 0),
+        ("windows alone", 0, 3),
+    ],
+)
+def test_each_layer_that_attends_has_its_place_in_one_cache(
+    decoders, name, num_full, num_apart
+):
+    block = (2, 40, 4, SPECS[name].num_kv_heads, SPECS[name].head_dim)
+    runner = make_engine(decoders[name]).runner
+    assert runner.kv_cache.shape == (num_full, *block)
+    if num_apart:
+        assert runner.window_cache.shape == (num_apart, *block)
+    else:
+        assert runner.window_cache is None
+    # Without blocks for windows, all are in the first one.
+    together = replace(layout_of(SPECS[name]), window=None, num_window_blocks=0)
+    runner = make_engine(decoders[name], layout=together).runner
+    assert runner.kv_cache.shape == (num_full + num_apart, *block)
+    assert runner.window_cache is None
+
+
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("budget", [3, 7, 64])
 @pytest.mark.parametrize("num_blocks", [14, 40])

@@ -41,8 +41,10 @@ LAYERS = {
         *("errors", "config", "interrupts", "loading", "sampling", "request"),
         *("outputs", "runners", "engine"),
     },
+    "viewer": {"errors"},
     "server": {
         *("errors", "text", "sampling", "outputs", "engine", "llm", "__init__"),
+        *("request", "viewer"),
     },
     "twin": {
         *("errors", "text", "reference", "loading", "sampling", "request", "outputs"),
@@ -52,7 +54,6 @@ LAYERS = {
         *("errors", "text", "models", "reference", "generation", "sampling"),
         *("request", "outputs", "runners", "engine"),
     },
-    "viewer": {"errors"},
     "cli": {
         *("errors", "config", "text", "loading", "sampling", "runners", "engine"),
         *("llm", "generation", "benchmarks", "viewer", "ops", "__init__"),

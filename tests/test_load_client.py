@@ -4,9 +4,11 @@ import asyncio
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from minivllm.benchmarks import load_client
 from minivllm.benchmarks.load import LoadRequest, Piece, RequestFailed, Usage
 from minivllm.benchmarks.load_client import (
     EventLines,
@@ -87,16 +89,28 @@ def test_in_a_chat_the_role_is_not_the_first_token():
     script = [
         *(HEAD, delta_event(role="assistant", content="")),
         *(delta_event(reasoning_content="Hm."), delta_event(content="Yes")),
-        *(delta_event(tool_calls=[{"index": 0}]), delta_event(), DONE),
+        *(delta_event(reasoning="Hm."), delta_event(tool_calls=[{"index": 0}])),
+        *(delta_event(), DONE),
     ]
     request = LoadRequest(prompt="Why?", max_tokens=3)
     pieces, seen = ask(script, request, endpoint="chat")
-    assert [piece.is_shown for piece, _ in pieces] == [False, True, True, True, False]
+    is_shown = [piece.is_shown for piece, _ in pieces]
+    assert is_shown == [False, True, True, True, True, False]
     assert seen.path == "/v1/chat/completions"
     assert seen.body["messages"] == [{"role": "user", "content": "Why?"}]
+    assert seen.body["temperature"] == 0
     messages = [{"role": "system", "content": "Be brief."}]
     seen = ask(script, LoadRequest(prompt=messages, max_tokens=3), endpoint="chat")[1]
     assert seen.body["messages"] == messages
+
+
+def test_what_a_request_says_itself_goes_before_the_further_fields():
+    own = {"max_tokens": 99, "prompt": "other", "messages": []}
+    seen = ask([HEAD, DONE], extra_body=own)[1]
+    assert (seen.body["max_tokens"], seen.body["prompt"]) == (3, [5, 6])
+    request = LoadRequest(prompt="Why?", max_tokens=3)
+    seen = ask([HEAD, DONE], request, endpoint="chat", extra_body=own)[1]
+    assert seen.body["messages"] == [{"role": "user", "content": "Why?"}]
 
 
 def test_pieces_come_when_they_were_sent():
@@ -129,10 +143,13 @@ def test_a_status_is_a_kind_of_failure(status):
     assert (failed.kind, str(failed)) == (f"HTTP {number}", f"HTTP {number}: not now")
 
 
-@pytest.mark.parametrize("body", [b"plain text", b"[]", b'{"error": 3}', b"[" * 10**5])
+@pytest.mark.parametrize(
+    "body", [b"plain text", b"[]", b"{}", b'{"error": 3}', b"[" * 10**5]
+)
 def test_an_error_in_another_form_is_shown_as_it_is(body):
     failed = failure([respond("502 Bad Gateway", body)])
     assert str(failed) == f"HTTP 502: {body[:200].decode()}"
+    assert str(failure([respond("502 No", b"\xff!")])) == "HTTP 502: \ufffd!"
 
 
 def test_a_server_that_hangs_up_has_failed():
@@ -183,6 +200,7 @@ def test_an_event_that_is_none_has_failed(data):
     with pytest.raises(RequestFailed) as caught:
         piece_of_event(data)
     assert caught.value.kind == "no event of OpenAI's"
+    assert str(caught.value).endswith(f": {data[:80]!r}")
 
 
 def test_an_error_that_is_null_is_none():
@@ -196,14 +214,22 @@ def test_without_aiohttp_it_says_how_to_get_it(monkeypatch):
         open_session()
 
 
+def test_no_request_waits_for_a_connection():
+    async def main() -> int:
+        async with open_session() as session:
+            return session.connector.limit
+
+    assert asyncio.run(main()) == 0  # no limit
+
+
 # Before the load.
 
 
-def with_session(answer, use):
+def with_session(answer, use, timeout_s: float | None = None):
     """Run a coroutine function with a session and the address of a server."""
 
     async def main(url: str):
-        async with open_session() as session:
+        async with open_session(timeout_s=timeout_s) as session:
             return await use(session, url)
 
     with scripted_server(answer) as (url, _):
@@ -211,14 +237,39 @@ def with_session(answer, use):
 
 
 def test_a_server_is_waited_for():
-    answers = iter([error("503 Busy", "loading"), HANG_UP, respond("404 No", b"")])
+    # aiohttp asks again at once when somebody has hung up, but only once.
+    answers = iter(
+        [error("500 Oops", "loading"), HANG_UP, HANG_UP, respond("499 No", b"")]
+    )
 
     def answer(request):
         assert request.path == "/health"
         return [next(answers)]
 
     with_session(answer, lambda session, url: wait_until_ready(session, url, 30.0))
-    assert next(answers, None) is None
+    assert list(answers) == []
+
+
+def test_a_server_is_asked_every_half_second_until_the_limit(monkeypatch):
+    slept = []
+    sleep = asyncio.sleep
+
+    async def sleep_in_no_time(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    clock = SimpleNamespace(monotonic=lambda: 100.0 + sum(slept))
+    monkeypatch.setattr(load_client, "time", clock)
+    monkeypatch.setattr(asyncio, "sleep", sleep_in_no_time)
+    asked = []
+
+    def answer(request):
+        asked.append(request.path)
+        return [error("503 Busy", "loading")]
+
+    with pytest.raises(MinivllmError, match="waited 2 s"):
+        with_session(answer, lambda session, url: wait_until_ready(session, url, 2.0))
+    assert slept == [0.5] * 4 and asked == ["/health"] * 5
 
 
 def test_a_server_that_is_never_ready_is_given_up():
@@ -227,8 +278,10 @@ def test_a_server_that_is_never_ready_is_given_up():
 
     with pytest.raises(MinivllmError, match=r"\(HTTP 503\), waited 0 s: start one"):
         with_session(lambda request: [error("503 Busy", "loading")], wait)
-    with pytest.raises(MinivllmError, match="no server is ready at "):
+    with pytest.raises(MinivllmError, match=r"no server is ready at .* \(TimeoutErr"):
         with_session(lambda request: [20.0], wait)  # it takes the call and is silent
+    with pytest.raises(MinivllmError, match=r"\(Cannot connect to host"):
+        with_session(None, lambda session, url: wait(session, "http://127.0.0.1:9"))
 
 
 @pytest.mark.parametrize(
@@ -237,13 +290,19 @@ def test_a_server_that_is_never_ready_is_given_up():
         (error("401 No", "give a key"), r"\(HTTP 401: give a key\): .* --api-key"),
         (respond("200 OK", b'{"data": []}'), "it answered b'{\"data\": \\[\\]}'"),
         (respond("200 OK", b"<html>"), "it answered b'<html>'"),
-        (HANG_UP, "names no model"),
+        (respond("200 OK", b"{}"), "it answered b'{}'"),
+        (respond("200 OK", b"[]"), r"it answered b'\[\]'"),
+        (respond("200 OK", b"[" * 10**5), r"it answered b'\[{80}'\)"),
+        (HANG_UP, r"names no model \(.*(disconnected|reset)"),
+        (20.0, r"names no model \(TimeoutError\)"),
     ],
 )
 def test_a_server_that_names_no_model_is_refused(response, message):
     with pytest.raises(MinivllmError, match=message):
-        with_session(lambda request: [response], first_model)
+        with_session(lambda request: [response], first_model, timeout_s=2.0)
 
 
 def test_the_first_model_is_taken():
+    two = respond("200 OK", b'{"data": [{"id": "parrot"}, {"id": "crow"}]}')
+    assert with_session(lambda request: [two], first_model) == "parrot"
     assert with_session(lambda request: [MODELS], first_model) == "parrot"

@@ -206,6 +206,7 @@ NAN = float("nan")
         ({"logit_bias": {1: NAN}}, "logit_bias is {1: nan}"),
         ({"logit_bias": {-1: 1}}, "logit_bias is {-1: 1}"),
         ({"logit_bias": {"a": 1}}, "logit_bias is {'a': 1}"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias is {'999"),
         ({"logit_bias": [1]}, r"logit_bias is \[1\]"),
         (
             {"logit_bias": {"5": 1, 5: 2}},

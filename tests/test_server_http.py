@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -16,69 +15,22 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 
-from minivllm.engine.async_engine import AsyncLLM
 from minivllm.engine.config import EngineConfig
 from minivllm.errors import ConfigError
-from minivllm.request import ModelOutput, SchedulerOutput
 from minivllm.server.app import create_app
 from minivllm.server.handlers import EngineView, Handlers
 from minivllm.server.options import ServerOptions
 from minivllm.server.serve import open_port
-from tests.engine_tools import assert_all_free
+from tests.served import WAIT_S, Served
 from tests.tiny_folder import write_parrot
 
-WAIT_S = 30.0
 CHAT = {"model": "parrot", "messages": [{"role": "user", "content": "sky"}]}
 FOR_EVER = {"model": "parrot", "prompt": "xyz", "temperature": 0, "max_tokens": 3000}
 
 
-class Served:
-    """A server in a thread, with the parrot, whose steps can be slowed down."""
-
-    def __init__(self, folder: str, options: ServerOptions | None = None) -> None:
-        config = EngineConfig(model=folder, num_blocks=600, dtype="float32")
-        self.llm = AsyncLLM(config)
-        self.pause_s = 0.0
-        execute = self.llm.engine.runner.execute
-
-        def slowly(step: SchedulerOutput) -> ModelOutput:
-            time.sleep(self.pause_s)
-            return execute(step)
-
-        self.llm.engine.runner.execute = slowly
-        view = EngineView.of(self.llm.engine)
-        self.app = create_app(self.llm, Handlers(view, model="parrot"), options)
-        settings = uvicorn.Config(self.app, port=0, log_level="error")
-        self.server = uvicorn.Server(settings)
-        self.thread = threading.Thread(target=self.server.run)
-        self.thread.start()
-        while not self.server.started:
-            assert self.thread.is_alive()
-            time.sleep(0.01)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.address = ("127.0.0.1", port)
-        self.url = f"http://127.0.0.1:{port}"
-
-    def close(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(WAIT_S)
-        self.llm.close()
-
-    def until_idle(self) -> None:
-        """Wait until nothing runs, and check that nothing is held."""
-        end = time.monotonic() + WAIT_S
-        while self.llm.num_open or self.llm.engine.has_unfinished_requests():
-            assert time.monotonic() < end, "a request is still there"
-            time.sleep(0.005)
-        assert_all_free(self.llm.engine)
-
-    def until_running(self, count: int) -> None:
-        end = time.monotonic() + WAIT_S
-        while len(self.llm.engine.scheduler.running) < count:
-            assert time.monotonic() < end, "it does not run"
-            time.sleep(0.005)
+def config_of(folder: str) -> EngineConfig:
+    return EngineConfig(model=folder, num_blocks=600, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def served(folder: str) -> Iterator[Served]:
-    served = Served(folder)
+    served = Served(config_of(folder))
     yield served
     served.close()
 
@@ -253,8 +205,7 @@ def test_a_stream_that_cannot_even_begin_leaves_nothing(served, web, fails_at):
             if message["type"] == fails_at:
                 raise OSError("the socket is gone")
 
-        with pytest.raises(OSError):
-            await served.app(scope, receive, send)
+        await served.app(scope, receive, send)
         served.until_idle()
 
     asyncio.run(use())
@@ -358,6 +309,7 @@ def test_what_is_not_there_is_told_in_the_same_form(web):
         response = web.request(method, path)
         assert response.status_code == status
         assert path in response.json()["error"]["message"]
+        assert ("Allow" in response.headers) == (status == 405)
 
 
 def test_tokenize_and_back(web):
@@ -470,14 +422,27 @@ def test_pages_of_other_origins_ask_only_if_they_may(served):
     )
 
 
+def test_pages_of_other_origins_see_the_headers_that_they_need(served):
+    async def use() -> httpx.Response:
+        async with behind(served, cors_origins=("http://page",)) as client:
+            return await client.get("/nowhere", headers={"Origin": "http://page"})
+
+    exposed = asyncio.run(use()).headers["access-control-expose-headers"]
+    assert {"x-request-id", "retry-after"} <= set(exposed.lower().split(", "))
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"max_body_bytes": 0},
+        {"max_body_bytes": True},
+        {"body_timeout_s": -1},
+        {"keep_alive_timeout_s": float("inf")},
         {"shutdown_timeout_s": -1},
         {"shutdown_timeout_s": float("nan")},
         {"api_keys": ("",)},
         {"api_keys": ("a b",)},
+        {"api_keys": ("good", "b\u00e4d")},
     ],
 )
 def test_impossible_options_are_refused(options):
@@ -502,7 +467,7 @@ def test_a_full_server_says_when_to_come_again(served, web):
 
 
 def test_when_the_engine_dies_everybody_is_told(folder):
-    served = Served(folder)
+    served = Served(config_of(folder))
     served.pause_s = 0.01
     try:
         url = f"{served.url}/v1/completions"
@@ -515,7 +480,7 @@ def test_when_the_engine_dies_everybody_is_told(folder):
         assert '"error"' in text and "[DONE]" in text
         assert httpx.get(f"{served.url}/health").status_code == 503
         answer = httpx.post(url, json=FOR_EVER)
-        assert answer.status_code == 503
+        assert answer.status_code == 503 and int(answer.headers["Retry-After"]) >= 1
     finally:
         served.close()
 

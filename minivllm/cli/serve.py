@@ -1,17 +1,26 @@
 """The subcommand `serve`: OpenAI's interface to a model, over HTTP.
 
 In vLLM: vllm/entrypoints/cli/serve.py (ServeSubcommand).
-Source: appendix A32, "A server that stays up".
+Source: appendix A32, "A server that stays up"; appendix A35, "One machine, many
+    machines".
 """
 
 import argparse
 import importlib.util
+import ipaddress
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.options import add_model_options, apply_model_options, integer
 from minivllm.config import DEFAULT_MODEL
-from minivllm.errors import BackendUnavailable
+from minivllm.errors import BackendUnavailable, ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.engine.config import EngineConfig
+    from minivllm.server.options import ServerOptions
 
 EXAMPLES = """\
 examples:
@@ -44,8 +53,24 @@ def share(text: str) -> float:
     return value
 
 
+def is_local(host: str) -> bool:
+    """Tell whether only this machine reaches an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this subcommand."""
+    add_server_options(parser)
+    add_replica_options(parser.add_argument_group("several engines, with Ray Serve"))
+    add_engine_options(parser.add_argument_group("the engine"))
+    add_model_options(parser, "fake")
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the server, and the name of its model."""
     parser.add_argument(
         "positional",
         metavar="MODEL",
@@ -97,6 +122,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="size of a request at most (default: 4 MiB)",
     )
     add(
+        "--body-timeout",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds in which a request must be read (default: 60)",
+    )
+    add(
+        "--keep-alive-timeout",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds that an idle connection is kept; behind a proxy, more than the "
+        "proxy keeps it (default: 5)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template for chats, in place of the model's own",
+    )
+    add(
+        "--no-reasoning",
+        action="store_true",
+        help="do not tell thoughts apart from answers (a request may ask for it)",
+    )
+    add(
         "--cors-origin",
         action="append",
         default=[],
@@ -104,13 +154,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="let pages of this origin ask, * for all; may be given several times",
     )
     add(
+        "--page",
+        action=argparse.BooleanOptionalAction,
+        help="show a chat and the engine's live view at / (default: if only this "
+        "machine can ask)",
+    )
+    add(
         "--log-level",
         choices=LOG_LEVELS,
         default="info",
-        help="never shows what users write (default: %(default)s)",
+        help="(default: %(default)s)",
     )
-    add_engine_options(parser.add_argument_group("the engine"))
-    add_model_options(parser, "fake")
+    add(
+        "--log-prompts",
+        action="store_true",
+        help="show in the log what users write and what they are answered",
+    )
 
 
 def add_engine_options(parser: argparse._ArgumentGroup) -> None:
@@ -141,8 +200,29 @@ def add_engine_options(parser: argparse._ArgumentGroup) -> None:
     add("--trace", metavar="FILE", help="record every step in a file")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Load the model, serve it, and return the exit code."""
+def read_template(path: str | None) -> str | None:
+    """Return a chat template, checked before a model is loaded.
+
+    Raises:
+        ConfigError: There is no such file, or no template in it.
+    """
+    if path is None:
+        return None
+    from minivllm.text.chat_template import variables_of
+
+    try:
+        template = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--chat-template is {path}, which cannot be read ({error}): name a text "
+            "file in UTF-8"
+        ) from error
+    variables_of(template)
+    return template
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot work before anything is loaded."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendUnavailable(
@@ -157,48 +237,172 @@ def run(arguments: argparse.Namespace) -> int:
             f"two models are named, {arguments.positional} and {arguments.model}: "
             "leave one of them out"
         )
-    apply_model_options(arguments)
-    # Imported only now: NumPy and torch read the number of threads when they load.
-    from minivllm.engine.async_engine import AsyncLLM
-    from minivllm.engine.config import EngineConfig
-    from minivllm.server.handlers import EngineView, Handlers
-    from minivllm.server.options import ServerOptions
-    from minivllm.server.serve import open_port, serve
 
-    keys = arguments.api_key or os.environ.get("MINIVLLM_API_KEY", "").split()
-    options = ServerOptions(
-        api_keys=tuple(keys),
-        max_body_bytes=arguments.max_body_bytes,
-        cors_origins=tuple(arguments.cors_origin),
-        shutdown_timeout_s=arguments.shutdown_timeout,
-    )
-    model = arguments.positional or arguments.model
+
+# Imported only in functions: NumPy and torch read the number of threads when they load.
+def engine_config(arguments: argparse.Namespace) -> "EngineConfig":
+    """Return what the engine needs to know."""
+    from minivllm.engine.config import EngineConfig
+
     names = (
         *("backend", "dtype", "device", "enforce_eager", "max_num_seqs", "block_size"),
         *("max_num_batched_tokens", "max_model_len", "max_logprobs", "num_blocks"),
         *("kv_cache_memory_bytes", "gpu_memory_utilization", "policy", "seed", "trace"),
     )
-    config = EngineConfig(
-        model=model,
+    return EngineConfig(
+        model=arguments.positional or arguments.model,
         enable_prefix_caching=not arguments.no_prefix_caching,
         **{name: getattr(arguments, name) for name in names},
     )
+
+
+def engine_limits(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what `AsyncLLM` needs to know beside that."""
+    return {
+        "max_num_waiting": arguments.max_num_waiting,
+        "timeout_s": arguments.request_timeout or None,
+    }
+
+
+def handler_options(
+    arguments: argparse.Namespace, config: "EngineConfig"
+) -> dict[str, Any]:
+    """Return what `handlers_of` needs to know."""
+    name = os.path.basename(config.model_name)
+    return {
+        "names": arguments.served_model_name or [name],
+        "chat_template": read_template(arguments.chat_template),
+        "splits_reasoning": not arguments.no_reasoning,
+    }
+
+
+def server_options(arguments: argparse.Namespace) -> "ServerOptions":
+    """Return what the application needs to know."""
+    from minivllm.server.options import ServerOptions
+
+    keys = arguments.api_key or os.environ.get("MINIVLLM_API_KEY", "").split()
+    return ServerOptions(
+        api_keys=tuple(keys),
+        max_body_bytes=arguments.max_body_bytes,
+        body_timeout_s=arguments.body_timeout,
+        cors_origins=tuple(arguments.cors_origin),
+        keep_alive_timeout_s=arguments.keep_alive_timeout,
+        page=is_local(arguments.host) if arguments.page is None else arguments.page,
+        shutdown_timeout_s=arguments.shutdown_timeout,
+        log_prompts=arguments.log_prompts,
+    )
+
+
+def add_replica_options(parser: argparse._ArgumentGroup) -> None:
+    """Add the options of several engines behind one address."""
+    add = parser.add_argument
+    add("--replicas", type=integer(1), metavar="N", help="so many engines")
+    add(
+        "--max-replicas",
+        type=integer(1),
+        metavar="N",
+        help="start more when they are busy, up to so many",
+    )
+    add(
+        "--target-ongoing-requests",
+        type=seconds,
+        default=16.0,
+        metavar="N",
+        help="with --max-replicas: requests that each should have (default: 16)",
+    )
+    add(
+        "--routing",
+        choices=("least", "session"),
+        default="least",
+        help="to the less busy one of two, or by the header x-session-id always to "
+        "the same one (default: %(default)s)",
+    )
+    add("--cpus-per-replica", type=seconds, metavar="N", help="(default: a share)")
+    add("--gpus-per-replica", type=seconds, metavar="N", help="(default: 1 or none)")
+    add(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of a Ray cluster; auto for the one that runs on this machine (default: "
+        "start one)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load the model, serve it, and return the exit code."""
+    check_arguments(arguments)
+    apply_model_options(arguments)
+    if arguments.replicas is not None:
+        return run_replicas(arguments)
+    if arguments.max_replicas is not None:
+        arguments.refuse("--max-replicas needs --replicas, the smallest number")
+    return run_one(arguments)
+
+
+def run_one(arguments: argparse.Namespace) -> int:
+    """Serve with one engine, in this process; return the exit code."""
+    from minivllm.engine.async_engine import AsyncLLM
+    from minivllm.server.handlers import handlers_of
+    from minivllm.server.serve import open_port, serve
+
+    config, options = engine_config(arguments), server_options(arguments)
+    reading = handler_options(arguments, config)
     with open_port(arguments.host, arguments.port) as port:
-        llm = AsyncLLM(
-            config,
-            max_num_waiting=arguments.max_num_waiting,
-            timeout_s=arguments.request_timeout or None,
-        )
-        served = arguments.served_model_name or [os.path.basename(config.model_name)]
-        view = EngineView.of(llm.engine)
-        handlers = Handlers(view, model=served[0], served_names=served)
+        llm = AsyncLLM(config, **engine_limits(arguments))
+        handlers = handlers_of(llm.engine, **reading)
         runner = llm.engine.runner
         host, number = port.getsockname()[:2]
+        page = f"; a page at http://{host}:{number}/" if options.page else ""
         print(
-            f"minivllm: {served[0]} at http://{host}:{number}/v1, with a KV cache for "
-            f"{runner.num_blocks * runner.block_size:,} tokens and up to "
-            f"{runner.max_model_len:,} for each request",
+            f"minivllm: {handlers.model} at http://{host}:{number}/v1, with a KV cache "
+            f"for {runner.num_blocks * runner.block_size:,} tokens and up to "
+            f"{runner.max_model_len:,} for each request{page}",
             file=sys.stderr,
             flush=True,
         )
         return serve(llm, handlers, options, port, arguments.log_level)
+
+
+def fetched(config: "EngineConfig") -> "EngineConfig":
+    """Fetch the model, and name it so that every process of this machine finds it."""
+    from minivllm.loading.hub import resolve_model
+
+    if config.model_name == "fake":
+        return config
+    folder = resolve_model(config.model, progress=True)
+    is_local = Path(config.model).expanduser().exists()
+    return replace(config, model=folder.absolute()) if is_local else config
+
+
+def run_replicas(arguments: argparse.Namespace) -> int:
+    """Serve with several engines; return the exit code."""
+    if importlib.util.find_spec("ray") is None:
+        raise BackendUnavailable(
+            "--replicas needs Ray Serve, which is not installed: "
+            'pip install "minivllm[ray]"'
+        )
+    if arguments.trace:
+        arguments.refuse("--trace writes one file, and replicas are several engines")
+    from minivllm.server.replicas import ReplicaOptions, serve_replicas
+    from minivllm.server.serve import open_port
+
+    config = fetched(engine_config(arguments))
+    replicas = ReplicaOptions(
+        num_replicas=arguments.replicas,
+        max_replicas=arguments.max_replicas,
+        target_ongoing_requests=arguments.target_ongoing_requests,
+        routing=arguments.routing,
+        num_cpus=arguments.cpus_per_replica,
+        num_gpus=arguments.gpus_per_replica,
+        address=arguments.ray_address,
+    )
+    with open_port(arguments.host, arguments.port) as port:  # is it free?
+        address = port.getsockname()[:2]
+    return serve_replicas(
+        replicas,
+        address,
+        config=config,
+        limits=engine_limits(arguments),
+        reading=handler_options(arguments, config),
+        options=server_options(arguments),
+        log_level=arguments.log_level,
+    )

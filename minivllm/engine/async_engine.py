@@ -12,7 +12,7 @@ Called by the server; for programs of one's own, too.
 
 In vLLM: vllm/v1/engine/async_llm.py (AsyncLLM), vllm/v1/engine/core.py
 (EngineCoreProc), vllm/v1/engine/output_processor.py (RequestOutputCollector).
-Source: chapter 9, "Serving".
+Source: chapter 9, "Serving"; appendix A33, "A page to look inside".
 """
 
 import asyncio
@@ -25,9 +25,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from minivllm.engine.config import EngineConfig
 from minivllm.engine.engine import LLMEngine
@@ -81,8 +81,9 @@ class OutputStream:
         self._has_news.set()
 
     def end(self) -> None:
-        """Take nothing more."""
+        """Take nothing more, and let nobody wait for it."""
         self.is_open = False
+        self._has_news.set()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -115,6 +116,8 @@ class OutputStream:
 
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class AsyncLLM:
@@ -169,6 +172,33 @@ class AsyncLLM:
         # A thread that is in the middle of a step when Python ends crashes it.
         atexit.register(self.close)
 
+    has_stopped = False  # its thread takes no more calls
+
+    def call_in_engine(
+        self, function: Callable[[LLMEngine], Result]
+    ) -> "Future[Result]":
+        """Have the engine's thread call a function, between two steps.
+
+        From any thread. All requests wait as long as the function takes.
+
+        Args:
+            function: It gets the engine, which nobody else touches meanwhile.
+
+        Returns:
+            What the function returns or raises; `asyncio.wrap_future` makes it a thing
+            to await.
+
+        Raises:
+            EngineDead: The engine has died.
+            EngineClosing: It was closed.
+        """
+        call = EngineCall(self.engine, function)
+        with self._changed:
+            if self.has_stopped:
+                raise self._refusal()
+            self._inbox.put(call)
+        return call.future
+
     def _run(self) -> None:
         """Make steps as long as there is something to do; wait while there is not."""
         try:
@@ -177,6 +207,7 @@ class AsyncLLM:
         except BaseException as error:  # a mistake of ours: nobody may wait for ever
             self._die(error)
         finally:
+            self._refuse_calls()
             self.engine.close()
 
     def _do_commands(self) -> bool:
@@ -269,9 +300,8 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         request = await loop.run_in_executor(self._tokenizers, make)
         stream = OutputStream(request_id, request.sampling_params.n)
-        self._admit(stream)
         text = prompt if isinstance(prompt, str) else None
-        self._inbox.put(partial(self._submit, stream, request, text, only_final))
+        self._admit(stream, partial(self._submit, stream, request, text, only_final))
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if limit_s is not None:
             stream.limit(limit_s, partial(self._expire, stream, limit_s))
@@ -320,16 +350,18 @@ class AsyncLLM:
                     "the engine is closing and takes no new requests: ask another one, "
                     "or try again when it is back"
                 )
-            num_places = self.engine.scheduler.max_num_seqs + self.max_num_waiting
-            if self._num_open >= num_places:
+            if self._num_open >= self.num_places:
                 raise EngineOverloaded(
-                    f"{self._num_open} requests run or wait, but at most {num_places} "
-                    "may: try again later, or raise max_num_waiting",
+                    f"{self._num_open} requests run or wait, but at most "
+                    f"{self.num_places} may: try again later, or raise max_num_waiting",
                     self._seconds_until_place(),
                 )
 
-    def _admit(self, stream: OutputStream) -> None:
-        """Enter a request in the books, so that it can be told how it ends."""
+    def _admit(self, stream: OutputStream, submit: Callable[[], None]) -> None:
+        """Enter a request in the books, so that it can be told how it ends.
+
+        It is on its way to the engine before anybody can see it there and abort it.
+        """
         with self._changed:
             self._check_open()
             if stream.request_id in self._streams:
@@ -339,6 +371,7 @@ class AsyncLLM:
                 )
             self._streams[stream.request_id] = stream
             self._num_open += stream.num_places
+            self._inbox.put(submit)
 
     def _forget(self, stream: OutputStream) -> None:
         """Strike a request that has ended out of the books."""
@@ -363,10 +396,12 @@ class AsyncLLM:
 
     def _die(self, error: BaseException) -> None:
         """Tell everybody who waits that nothing will come."""
+        # What went wrong in one request is no business of the others' clients: they
+        # are told its kind only.
         logger.critical("the engine died", exc_info=error)
         dead = EngineDead(
-            f"the engine died of {type(error).__name__}: {error}; its log has the "
-            "traceback; start it again"
+            f"the engine died of {type(error).__name__}: its log says why; start it "
+            "again"
         )
         with self._changed:
             self.error = dead
@@ -401,9 +436,31 @@ class AsyncLLM:
         await asyncio.get_running_loop().run_in_executor(None, self.close, drain_s)
 
     @property
+    def num_places(self) -> int:
+        """Continuations that may run or wait; the last one that fits may have more."""
+        return self.engine.scheduler.max_num_seqs + self.max_num_waiting
+
+    @property
     def num_open(self) -> int:
         """Continuations that run or wait, or are on their way to the engine."""
         return self._num_open
+
+    def _refuse_calls(self) -> None:
+        """Tell those who wait for a call that it will not come."""
+        with self._changed:
+            self.has_stopped = True  # no call is put into the inbox from now on
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, EngineCall):
+                if command.future.set_running_or_notify_cancel():
+                    command.future.set_exception(self._refusal())
+
+    def _refusal(self) -> EngineClosing | EngineDead:
+        if self.error is not None:
+            return EngineDead(*self.error.args)
+        return EngineClosing(
+            "the engine is closed and takes no calls: make another one"
+        )
 
 
 def check_timeout(value: float | None) -> None:
@@ -428,3 +485,21 @@ def deliver(letters: Iterable[tuple[OutputStream, RequestOutput]]) -> None:
     """Put outputs into their streams."""
     for stream, output in letters:
         stream.put(output)
+
+
+class EngineCall:
+    """A function in the inbox of an engine, and what became of it."""
+
+    def __init__(self, engine: LLMEngine, function: Callable[[LLMEngine], Any]) -> None:
+        self.engine = engine
+        self.function = function
+        self.future: Future[Any] = Future()
+
+    def __call__(self) -> None:
+        """Call the function, unless nobody waits for it any more."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function(self.engine))
+        except Exception as error:  # of whoever called: the engine goes on
+            self.future.set_exception(error)

@@ -520,7 +520,13 @@ class LLMEngine:
     def _text_of(self, token_id: int) -> str | None:
         if self.tokenizer is None:
             return None
+        if not self._has_text(token_id):
+            return ""
         return self.tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    def _has_text(self, token_id: int) -> bool:
+        """Say whether the tokenizer knows a token; a runner may have more of them."""
+        return token_id < self.tokenizer.vocab_size
 
     def _output(self, state: RequestState) -> RequestOutput:
         """Show a request as it is now."""
@@ -632,7 +638,8 @@ class LLMEngine:
             is_stop_mark = is_stopped and place == len(new_token_ids)
             if is_stop_mark and not params.include_stop_str_in_output:
                 break
-            continuation.add_text(detokenizer.add(token_id))
+            if self._has_text(token_id):
+                continuation.add_text(detokenizer.add(token_id))
             if detokenizer.stop_reason is not None:
                 num_behind = len(new_token_ids) - place
                 del request.token_ids[request.num_tokens - num_behind :]

@@ -381,8 +381,8 @@ def _as_biases(biases: Any) -> Any:
         return {} if biases is None else biases
     keys: dict[Any, Any] = {}  # token id: the key that it had
     for key in biases:
-        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
-        token_id = _as_number(token_id)
+        is_number = isinstance(key, str) and key.isdecimal() and len(key) < 20
+        token_id = int(key) if is_number else _as_number(key)
         if token_id in keys:
             raise RequestError(
                 f"logit_bias has two biases for token {token_id}, under "

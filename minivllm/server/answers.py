@@ -19,8 +19,19 @@ from minivllm.server.jobs import Job
 from minivllm.server.stream import DONE, event
 
 
+def check_size(llm: AsyncLLM, job: Job) -> None:
+    """Refuse what even an idle engine has no room for: to try again would not help."""
+    num_answers = sum(params.n for params in job.sampling_params)
+    if num_answers > llm.num_places:
+        raise RequestError(
+            f"n times the number of prompts is {num_answers:,}, but no more than "
+            f"{llm.num_places:,} requests may run or wait: ask for fewer at once"
+        )
+
+
 async def submit(llm: AsyncLLM, job: Job) -> list[OutputStream]:
     """Hand all requests of a job to the engine, or none of them."""
+    check_size(llm, job)
     streams: list[OutputStream] = []
     try:
         for prompt, params in zip(job.prompts, job.sampling_params, strict=True):
@@ -79,8 +90,10 @@ async def answer_events(job: Job, streams: list[OutputStream]) -> AsyncIterator[
                 yield b"".join(map(event, chunks))
         chunks = writer.finish([last[index] for index in range(len(streams))])
         yield b"".join([*map(event, chunks), DONE])
-    except MinivllmError as error:
+    except Exception as error:
         yield event(error_of(error).body()) + DONE
+        if not isinstance(error, MinivllmError):  # a mistake of ours: for the log
+            raise
 
 
 async def merged(

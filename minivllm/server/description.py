@@ -23,8 +23,10 @@ from minivllm.server.responses import (
     CompletionResponse,
     DetokenizeResponse,
     ErrorResponse,
+    Model,
     ModelList,
     TokenizeResponse,
+    VersionResponse,
 )
 
 # Path: what it takes, and what it gives; None where that is no JSON.
@@ -32,10 +34,14 @@ RECORDS: dict[str, tuple[type[BaseModel] | None, type[BaseModel] | None]] = {
     "/v1/chat/completions": (ChatCompletionRequest, ChatCompletionResponse),
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/models": (None, ModelList),
+    "/v1/models/{name}": (None, Model),
+    "/version": (None, VersionResponse),
     "/tokenize": (TokenizeRequest, TokenizeResponse),
     "/detokenize": (DetokenizeRequest, DetokenizeResponse),
 }
-REFUSALS = ("400", "401", "404", "405", "413", "429", "500", "503", "504")
+# Path: the type of an answer that is no JSON; None if it has no body.
+PLAIN = {"/health": None, "/metrics": "text/plain"}
+REFUSALS = ("400", "401", "404", "405", "408", "413", "429", "500", "503", "504")
 
 
 def add_records(schema: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +64,10 @@ def add_records(schema: dict[str, Any]) -> dict[str, Any]:
                 found = as_json(places[answer, "serialization"], "The answer")
                 if path in ("/v1/chat/completions", "/v1/completions"):
                     found["content"]["text/event-stream"] = {}
+                operation["responses"] = {"200": found}
+            if path in PLAIN:
+                content = {PLAIN[path]: {}} if PLAIN[path] else {}
+                found = {"description": "The answer", "content": content}
                 operation["responses"] = {"200": found}
             operation["responses"].pop("422", None)
             operation["responses"] |= dict.fromkeys(REFUSALS, error)

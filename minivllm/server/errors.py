@@ -31,7 +31,7 @@ class ApiError(MinivllmError):
 
     Attributes:
         status: Of HTTP: 4xx if the request is wrong, 5xx if the server is.
-        type: "invalid_request_error" or "server_error".
+        type: "invalid_request_error", "rate_limit_error" or "server_error".
         param: The field of the body that is wrong, such as "messages[0].content".
         code: A name for programs, such as "model_not_found", or None.
     """

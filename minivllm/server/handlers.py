@@ -8,14 +8,14 @@ In vLLM: vllm/entrypoints/openai/chat_completion/serving.py (OpenAIServingChat),
 vllm/entrypoints/openai/completion/serving.py (OpenAIServingCompletion),
 vllm/entrypoints/openai/models/serving.py (OpenAIServingModels),
 vllm/entrypoints/serve/tokenize/serving.py.
-Source: appendix A30, "Speaking OpenAI".
+Source: appendix A30, "Speaking OpenAI"; appendix A32, "A server that stays up".
 """
 
 import hashlib
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import minivllm
@@ -84,6 +84,7 @@ class Handlers:
         *,
         model: str,
         served_names: Sequence[str] = (),
+        splits_reasoning: bool = True,
     ) -> None:
         """Prepare to read bodies for one engine.
 
@@ -92,6 +93,8 @@ class Handlers:
             model: The model's name.
             served_names: What clients may call it, by default its name; the first is
                 what it is called in answers to bodies without a name.
+            splits_reasoning: Whether thoughts are told apart from answers, unless a
+                body says otherwise.
         """
         self.engine = engine
         self.model = model
@@ -100,7 +103,7 @@ class Handlers:
         settings = f"{minivllm.__version__} {model} {engine.max_model_len}"
         digest = hashlib.sha256(settings.encode()).hexdigest()
         self.system_fingerprint = f"fp_{digest[:10]}"
-        self._can_think = can_think(engine.tokenizer)
+        self._can_think = splits_reasoning and can_think(engine.tokenizer)
 
     def list_models(self) -> dict[str, Any]:
         """Return the models that there are: one, under all its names."""
@@ -279,3 +282,30 @@ def check_best_of(request: CompletionRequest) -> None:
             "it draws: leave it out, and choose by logprobs",
             param="best_of",
         )
+
+
+def handlers_of(
+    engine: LLMEngine,
+    names: Sequence[str],
+    *,
+    chat_template: str | None = None,
+    splits_reasoning: bool = True,
+) -> Handlers:
+    """Prepare to read bodies for an engine.
+
+    Args:
+        engine: Its tokenizer and its limits count.
+        names: What clients call the model; the first is in the answers.
+        chat_template: Jinja, in place of the tokenizer's own.
+        splits_reasoning: Whether thoughts are told apart from answers.
+    """
+    view = EngineView.of(engine)
+    if chat_template is not None and view.tokenizer is not None:
+        tokenizer = view.tokenizer.with_chat_template(chat_template)
+        view = replace(view, tokenizer=tokenizer)
+    return Handlers(
+        view,
+        model=names[0],
+        served_names=names,
+        splits_reasoning=splits_reasoning,
+    )

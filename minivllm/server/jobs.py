@@ -14,7 +14,7 @@ vllm/entrypoints/openai/completion/serving.py (OpenAIServingCompletion).
 Source: appendix A30, "Speaking OpenAI".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -91,6 +91,7 @@ class Job:
         include_usage: Whether a stream ends with a chunk of counts.
         names: For words of the engine's errors, the fields of the body.
         tokenizer: None if the engine has none.
+        on_end: Told the last output for each prompt, when all have ended.
     """
 
     id: str
@@ -106,6 +107,7 @@ class Job:
     include_usage: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
+    on_end: Callable[[Sequence[RequestOutput]], None] | None = None
 
     kind: ClassVar[str]  # of the whole answer
     chunk_kind: ClassVar[str]
@@ -139,6 +141,8 @@ class Job:
                 check_output(whole)
                 reader = self.reader(prompt_index, whole.index)
                 choices.append(reader.choice(output, whole))
+        if self.on_end:
+            self.on_end(outputs)
         head = self.head(self.kind)
         return {**head, "choices": choices, "usage": usage_of(outputs)}
 
@@ -158,6 +162,7 @@ class Writer:
         }
         self._head = job.head(job.chunk_kind)
         self._include_usage = job.include_usage
+        self._on_end = job.on_end
         if job.include_usage:
             self._head["usage"] = None
 
@@ -187,6 +192,8 @@ class Writer:
         Args:
             outputs: The last output for each prompt.
         """
+        if self._on_end:
+            self._on_end(outputs)
         if not self._include_usage:
             return []
         return [{**self._chunk([]), "usage": usage_of(outputs)}]

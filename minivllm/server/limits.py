@@ -1,13 +1,15 @@
-"""What is checked before a request is read: its size, and its key.
+"""What is checked before a request is read: its size, its pace, and its key.
 
-Invariant: whoever is refused costs no more memory than the limit, and learns nothing
-about keys from how long it takes. Called by the application, around all routes.
+Invariant: whoever is refused costs no more memory and no more time than the limits,
+and learns nothing about keys from how long it takes. Called by the application, around
+all routes.
 
 In vLLM: vllm/entrypoints/serve/middleware/authenticate.py
 (AuthenticationMiddleware).
-Source: appendix A32, "A server that stays up".
+Source: appendix A32, "A server that stays up"; appendix A33, "A page to look inside".
 """
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -16,43 +18,65 @@ from starlette.responses import JSONResponse
 
 from minivllm.server.errors import ApiError
 
-OPEN_PATHS = ("/health", "/version")  # for whoever watches the server
+# For whoever watches the server.
+OPEN_PATHS = (
+    "/health",
+    "/version",
+    "/",
+)
 
 
 class BodyLimit:
-    """Refuse bodies that are too large, whatever their header says."""
+    """Refuse bodies that are too large, whatever their header says, or too slow."""
 
-    def __init__(self, app: Any, max_bytes: int) -> None:
+    def __init__(self, app: Any, max_bytes: int, timeout_s: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Count the bytes of a request while it is read."""
+        """Count the bytes of a request, and its seconds, while it is read."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         told = dict(scope["headers"]).get(b"content-length", b"")
         if told.isdigit() and int(told) > self.max_bytes:
-            await refuse(scope, receive, send, self._error())
+            await refuse(scope, receive, send, self._too_large())
             return
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
+        end = asyncio.get_running_loop().time() + self.timeout_s
 
         async def counted() -> Any:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            if is_whole:  # whoever asks now waits for the client to hang up
+                return await receive()
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_bytes:
-                raise self._error()
+                raise self._too_large()
+            is_whole = not message.get("more_body", False)
             return message
 
         await self.app(scope, counted, send)
 
-    def _error(self) -> ApiError:
+    def _too_large(self) -> ApiError:
         return ApiError(
             f"the body has more than {self.max_bytes:,} bytes, which is the limit: "
             "send less, or raise max_body_bytes",
             status=413,
             code="request_too_large",
+        )
+
+    def _too_slow(self) -> ApiError:
+        return ApiError(
+            f"the body was not there after {self.timeout_s:g} s, which is the limit: "
+            "send it faster, or raise body_timeout_s",
+            status=408,
+            code="request_too_slow",
         )
 
 

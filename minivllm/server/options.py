@@ -18,9 +18,14 @@ class ServerOptions:
     Attributes:
         api_keys: Whoever has one of them is let in; everybody, if there are none.
         max_body_bytes: Bytes of a request at most.
+        body_timeout_s: Seconds in which the body of a request must come.
         cors_origins: Web pages of these origins may ask, "*" for all.
+        keep_alive_timeout_s: Seconds that an idle connection is kept for its client's
+            next request.
+        page: Whether there is a page at `/`, and at `/trace` what it shows.
         shutdown_timeout_s: Seconds that running requests have when the server is told
             to end.
+        log_prompts: Whether the log shows what users write and what they are answered.
 
     Raises:
         ConfigError: A value is impossible.
@@ -28,8 +33,12 @@ class ServerOptions:
 
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
+    body_timeout_s: float = 60.0
     cors_origins: tuple[str, ...] = ()
+    keep_alive_timeout_s: float = 5.0
+    page: bool = False
     shutdown_timeout_s: float = 30.0
+    log_prompts: bool = False
 
     def __post_init__(self) -> None:
         if type(self.max_body_bytes) is not int or self.max_body_bytes < 1:
@@ -37,11 +46,12 @@ class ServerOptions:
                 f"max_body_bytes is {self.max_body_bytes!r}, but must be an integer of "
                 "at least 1"
             )
-        if not self.shutdown_timeout_s >= 0:
-            raise ConfigError(
-                f"shutdown_timeout_s is {self.shutdown_timeout_s!r}, but must be a "
-                "number of seconds from 0"
-            )
+        for name in ("body_timeout_s", "keep_alive_timeout_s", "shutdown_timeout_s"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(
+                    f"{name} is {value!r}, but must be a number of seconds from 0"
+                )
         if any(not key or not key.isascii() or " " in key for key in self.api_keys):
             raise ConfigError(
                 "an API key is empty, or has a space or a letter that is not ASCII: "

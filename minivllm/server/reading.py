@@ -10,6 +10,7 @@ Source: appendix A30, "Speaking OpenAI".
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -21,13 +22,28 @@ from minivllm.server.errors import ApiError
 Body = bytes | bytearray | str | Mapping[str, Any]
 
 
+def refuse_twins(pairs: list[tuple[str, Any]]) -> None:
+    """Refuse an object that has a name twice.
+
+    Parsers take the first or the last of them: who checks a body before us, such as a
+    proxy, might see another one than we.
+    """
+    counts = Counter(name for name, _ in pairs)
+    if len(counts) < len(pairs):
+        [(name, _)] = counts.most_common(1)
+        raise ValueError(f"the name {name!r:.80} is there twice")
+
+
 def read_json(body: Body) -> dict[str, Any]:
     """Return a JSON object as a dictionary, or refuse it."""
+    is_mapping = isinstance(body, Mapping)
     try:
-        if isinstance(body, Mapping):
+        if is_mapping:
             # By way of text: what JSON cannot say is no request either.
             body = json.dumps(dict(body), allow_nan=False, ensure_ascii=False)
         value = from_json(body, allow_inf_nan=False)
+        if not is_mapping:
+            json.loads(body, object_pairs_hook=refuse_twins)
     except (TypeError, ValueError, RecursionError) as error:
         raise ApiError(
             f"the body is no JSON ({error}): send one object in UTF-8, with whole "

@@ -48,7 +48,7 @@ class ErrorObject(ResponseModel):
     """What is wrong, in words and for programs."""
 
     message: str
-    type: Literal["invalid_request_error", "server_error"]
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str | None
 
@@ -241,3 +241,9 @@ class DetokenizeResponse(ResponseModel):
     """The text of tokens."""
 
     prompt: str
+
+
+class VersionResponse(ResponseModel):
+    """Which minivllm answers."""
+
+    version: str

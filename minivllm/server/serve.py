@@ -7,10 +7,12 @@ In vLLM: vllm/entrypoints/launchers/launcher.py (serve_http).
 Source: appendix A32, "A server that stays up".
 """
 
+import copy
 import logging
 import socket
 import threading
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -41,6 +43,14 @@ def open_port(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def log_config(level: str) -> dict[str, Any]:
+    """Return how to log: our lines go where the web server's go, to stderr."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    ours = {"handlers": ["default"], "level": level.upper(), "propagate": False}
+    config["loggers"]["minivllm"] = ours
+    return config
+
+
 class Server(uvicorn.Server):
     """A web server that lets its engine finish."""
 
@@ -55,6 +65,7 @@ class Server(uvicorn.Server):
         """Begin to end at the first signal; end at the second."""
         if self._is_ending:
             self.force_exit = self.should_exit = True
+            threading.Thread(target=self.llm.close, daemon=True).start()
             return
         self._is_ending = True
         logger.warning("told to end: running requests have %g s", self.drain_s)
@@ -83,8 +94,12 @@ def serve(
     """
     config = uvicorn.Config(
         create_app(llm, handlers, options),
+        access_log=False,  # we write it ourselves
+        http="h11",  # it limits the head of a request; httptools would not
+        log_config=log_config(log_level),
         log_level=log_level,
         timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=options.keep_alive_timeout_s,
         server_header=False,
     )
     Server(config, llm, options.shutdown_timeout_s).run(sockets=[port])

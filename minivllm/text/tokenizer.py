@@ -9,9 +9,11 @@ construction, so threads may share one tokenizer. Called by the engine, the serv
 and the command line.
 
 In vLLM: vllm/tokenizers/hf.py, CachedHfTokenizer, around transformers' tokenizers.
-Source: appendix A2, "Text"; appendix A27, "Thinking"; appendix A30, "Speaking OpenAI".
+Source: appendix A2, "Text"; appendix A27, "Thinking"; appendix A30, "Speaking OpenAI";
+    appendix A32, "A server that stays up".
 """
 
+import copy
 import difflib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -380,6 +382,18 @@ class Tokenizer:
                 f"does not take: {hint}"
             )
         return dict(kwargs)
+
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """Return this tokenizer with one chat template in place of all it has.
+
+        Raises:
+            ConfigError: It is no valid Jinja.
+        """
+        variables_of(template)
+        other = copy.copy(self)
+        other._chat_templates = {"default": template}
+        other.chat_template = template
+        return other
 
 
 def _overrule(ids: list[int], token_id: int | None, flag: bool | None) -> list[int]:

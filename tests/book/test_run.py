@@ -1,5 +1,7 @@
 """Notebooks are made from their sources, the same ones every time."""
 
+import ast
+
 import nbformat
 import pytest
 from nbformat import NotebookNode
@@ -172,6 +174,34 @@ def test_metadata_that_the_tools_need_is_kept_and_no_more(project: Project):
 )
 def test_a_notebook_is_what_its_source_says(source):
     assert run.is_current(source, HERE), f"run: python book/tools/run.py {source.stem}"
+
+
+def shown_only_if_last(cell: str) -> list[str]:
+    """Return the calls of a cell whose figure nobody sees, since others follow."""
+    lost = []
+    for statement in ast.parse(cell).body[:-1]:
+        if not isinstance(statement, ast.Expr):
+            continue
+        call = statement.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            owner, name = ast.unparse(call.func.value), call.func.attr
+            if name == "reveal" or owner in ("draw", "predict"):
+                lost.append(f"{owner}.{name}")
+    return lost
+
+
+def test_a_figure_that_nobody_sees_is_noticed():
+    assert shown_only_if_last("guess.reveal(1)\ndraw.table([])") == ["guess.reveal"]
+    assert shown_only_if_last("x = draw.table([])\nguess.reveal(1)") == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted(HERE.chapters.glob("*.ipynb")), ids=lambda path: path.stem
+)
+def test_every_figure_and_every_guess_is_shown(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code" and "%%" not in cell.source:
+            assert shown_only_if_last(cell.source) == [], cell.source
 
 
 def test_no_notebook_is_without_source():
