@@ -16,10 +16,7 @@ import pytest
 from minivllm.cli.main import main
 from minivllm.cli.serve import is_local
 from minivllm.engine.async_engine import AsyncLLM
-<<<<<<< HEAD
-=======
 from minivllm.engine.config import EngineConfig
->>>>>>> work
 from minivllm.engine.engine import LLMEngine
 from minivllm.errors import EngineClosing, EngineDead, EngineOverloaded
 from minivllm.runners.base import CacheLayout
@@ -46,11 +43,7 @@ from tests.scripted_server import (
     respond,
     scripted_server,
 )
-<<<<<<< HEAD
-from tests.test_server_http import WAIT_S, Served
-=======
 from tests.served import WAIT_S, Served
->>>>>>> work
 from tests.tiny_folder import write_parrot
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "book" / "tools"))
@@ -73,13 +66,10 @@ ALLOWED_OF_REQUEST = {
 }
 
 
-<<<<<<< HEAD
-=======
 def config_of(folder: Path) -> EngineConfig:
     return EngineConfig(model=str(folder), num_blocks=600, dtype="float32")
 
 
->>>>>>> work
 def until(is_true: Callable[[], Any], what: str) -> Any:
     """Wait until something is true."""
     end = time.monotonic() + WAIT_S
@@ -375,11 +365,7 @@ def test_a_death_is_told(llm):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = write_parrot(tmp_path_factory.mktemp("parrot"), TEMPLATE)
-<<<<<<< HEAD
-    served = Served(str(folder), ServerOptions(page=True))
-=======
     served = Served(config_of(folder), ServerOptions(page=True))
->>>>>>> work
     served.pause_s = 0.02
     yield served
     served.close()
@@ -388,11 +374,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = write_parrot(tmp_path_factory.mktemp("locked"), TEMPLATE)
-<<<<<<< HEAD
-    served = Served(str(folder), ServerOptions(page=True, api_keys=("s3cret",)))
-=======
     served = Served(config_of(folder), ServerOptions(page=True, api_keys=("s3cret",)))
->>>>>>> work
     yield served
     served.close()
 
@@ -414,11 +396,7 @@ def test_the_page_allows_its_own_script_and_nothing_else(served):
 
 
 def test_without_the_option_there_is_no_page_and_says_so(tmp_path):
-<<<<<<< HEAD
-    served = Served(str(write_parrot(tmp_path)))
-=======
     served = Served(config_of(write_parrot(tmp_path)))
->>>>>>> work
     try:
         for path in ("/", "/trace"):
             response = httpx.get(served.url + path)
