@@ -10,7 +10,6 @@ when it is cut in two. On machines of its own each replica would have cores of i
 import argparse
 import asyncio
 import datetime
-import json
 import os
 import shlex
 import signal
@@ -26,7 +25,7 @@ from typing import Any
 import ray
 
 import minivllm
-from benchmarks.server import requests_of, wait_for
+from benchmarks.server import requests_of, tell, wait_for
 from minivllm.benchmarks.load import RequestResult, run_load
 from minivllm.benchmarks.load_client import OpenAISender, open_session
 from minivllm.benchmarks.load_report import summarise_load
@@ -165,12 +164,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "shape": SHAPE,
         "rows": [row_of(name, tries) for name, tries in found.items()],
     }
-    print(table(record))
-    if arguments.out:
-        text = json.dumps(record, indent=1)
-        arguments.out.write_text(f"{text}\n", encoding="utf-8")
-        page = arguments.out.with_suffix(".md")
-        page.write_text(f"{table(record)}\n", encoding="utf-8")
+    tell(record, table(record), arguments.out)
     return 0
 
 

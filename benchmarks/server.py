@@ -509,6 +509,14 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"`{record['command']}`"])
 
 
+def tell(record: dict[str, Any], page: str, out: Path | None) -> None:
+    """Print a table; write it and its record into two files, if there is a path."""
+    print(page)
+    if out:
+        out.write_text(f"{json.dumps(record, indent=1)}\n", encoding="utf-8")
+        out.with_suffix(".md").write_text(f"{page}\n", encoding="utf-8")
+
+
 def versions() -> dict[str, str]:
     """Return the versions of what HTTP passes through."""
     found = {}
@@ -574,12 +582,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "versions": versions(),
         "rows": rows,
     }
-    print(table(record))
-    if arguments.out:
-        text = json.dumps(record, indent=1)
-        arguments.out.write_text(f"{text}\n", encoding="utf-8")
-        page = arguments.out.with_suffix(".md")
-        page.write_text(f"{table(record)}\n", encoding="utf-8")
+    tell(record, table(record), arguments.out)
     return 0
 
 
